@@ -1,0 +1,233 @@
+"""Layers of the parallel backbone (equation 3 of the DSpark paper).
+
+One implementation serves every target family. Each layer attends from the block to the keys and values of
+`[H_ctx ; block]`: those of the context come from the fused target states through the layer's own projections, without
+its input norm, and are kept in a cache; those of the block live for one round. Inside the block attention is
+bidirectional.
+
+Shape symbols: `batch`, `block` tokens being drafted (several blocks in a row in training), `new` context positions
+given in this call, `keys` all positions attended to, `d` the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_dspark import DSparkConfig
+
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of rotary position embeddings, of any type whose frequencies do not change with length."""
+
+    SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in self.SUPPORTED_TYPES:
+            raise ValueError(
+                f"`rope_parameters` has rope_type {rope_type!r}; a drafter supports {self.SUPPORTED_TYPES}."
+            )
+        self.rope_type = rope_type
+        # Not a buffer: weights are loaded onto modules made without storage, which would leave it uninitialised.
+        self._frequencies: tuple[torch.Tensor, float] | None = None
+
+    def _inverse_frequencies(self, device: torch.device) -> tuple[torch.Tensor, float]:
+        if self._frequencies is None or self._frequencies[0].device != device:
+            if self.rope_type == "default":
+                dim = int(self.config.head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+                exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+                self._frequencies = (1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0)
+            else:
+                self._frequencies = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+        return self._frequencies
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryTables:
+        """`position_ids (batch, n)` to cosines and sines `(batch, 1, n, rotary dims)`."""
+        frequencies, scaling = self._inverse_frequencies(position_ids.device)
+        angles = position_ids[:, None, :, None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def rotate(states: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+    """Applies rotary tables `(batch, 1, n, dims)` to the first `dims` channels of `(batch, heads, n, head_dim)`."""
+    cos, sin = tables
+    dims = cos.shape[-1]
+    rotary, rest = (states, None) if dims == states.shape[-1] else (states[..., :dims], states[..., dims:])
+    first, second = rotary.chunk(2, dim=-1)
+    rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
+    return rotated if rest is None else torch.cat([rotated, rest], dim=-1)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain attention in the calling convention of Transformers: `(batch, block, heads, head_dim)` and weights."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class BackboneAttention(nn.Module):
+    """Attention from the block to the context and the block."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.scaling = config.attention_scale if config.attention_scale is not None else self.head_dim**-0.5
+        self.is_causal = False
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
+        self.v_proj = (
+            None
+            if config.attention_k_eq_v
+            else nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
+        )
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.v_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
+            if config.use_value_norm
+            else nn.Identity()
+        )
+
+    def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """`(batch, n, heads * head_dim)` to `(batch, heads, n, head_dim)`."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def keys_and_values(self, states: torch.Tensor, tables: RotaryTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(batch, kv_heads, n, head_dim)` of `states (batch, n, d)` at the positions of `tables`."""
+        keys = self._split_heads(self.k_proj(states))
+        values = keys if self.v_proj is None else self._split_heads(self.v_proj(states))
+        return rotate(self.k_norm(keys), tables), self.v_norm(values)
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor | None,
+        block_tables: RotaryTables,
+        context_tables: RotaryTables | None,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """`block (batch, block, d)` and new fused `context (batch, new, d)` to `(batch, block, d)`."""
+        queries = rotate(self.q_norm(self._split_heads(self.q_proj(block))), block_tables)
+        keys, values = self.keys_and_values(block, block_tables)
+        past = self._context_keys_and_values(context, context_tables, cache)
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        output, _ = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            is_causal=False,
+        )
+        return self.o_proj(output.flatten(2))
+
+    def _context_keys_and_values(
+        self, context: torch.Tensor | None, tables: RotaryTables | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the whole context so far; those of new positions are written to the cache once."""
+        if context is None or tables is None or context.shape[1] == 0:
+            if cache is None or cache.get_seq_length(self.layer_idx) == 0:
+                return None
+            layer = cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        keys, values = self.keys_and_values(context, tables)
+        return (keys, values) if cache is None else cache.update(keys, values, self.layer_idx)
+
+
+class BackboneMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`(batch, block, d)` to the same shape."""
+        return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+
+
+class BackboneLayer(GradientCheckpointingLayer):
+    """One drafter layer, with norms before its parts (Qwen3) or on both sides of them (Gemma)."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = BackboneAttention(config, layer_idx)
+        self.mlp = BackboneMLP(config)
+        self.sandwich_norms = config.sandwich_norms
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.sandwich_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in norms:
+            setattr(self, name, nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        self.layer_scalar: torch.Tensor | None
+        self.register_buffer("layer_scalar", torch.ones(1) if config.use_layer_scalar else None)
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor | None,
+        block_tables: RotaryTables,
+        context_tables: RotaryTables | None,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """`block (batch, block, d)` and new fused `context (batch, new, d)` to `(batch, block, d)`."""
+        attended = self.self_attn(
+            self.input_layernorm(block), context, block_tables, context_tables, attention_mask, cache
+        )
+        if self.sandwich_norms:
+            block = block + self.post_attention_layernorm(attended)
+            block = block + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(block)))
+        else:
+            block = block + attended
+            block = block + self.mlp(self.post_attention_layernorm(block))
+        return block if self.layer_scalar is None else block * self.layer_scalar
+
+
+__all__ = ["BackboneAttention", "BackboneLayer", "BackboneMLP", "RotaryEmbedding", "eager_attention", "rotate"]

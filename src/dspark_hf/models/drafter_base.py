@@ -1,0 +1,185 @@
+"""What every drafter shares: the target's embeddings and LM head, strict loading, statistics of its last use."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .configuration_dspark import DSparkConfig
+
+
+class Drafter(PreTrainedModel):
+    """Base of all drafters.
+
+    A drafter predicts in the target's vocabulary from the target's hidden states, so by default it keeps no
+    embeddings and no LM head of its own: `bind_target` lends it the target's, and `generate` and the trainer do this
+    for the user. A drafter with `config.share_target_embeddings = False` holds copies in `embed_tokens` and `lm_head`.
+
+    Attributes:
+        last_stats: statistics of the last `generate` call that this drafter served, `None` before the first.
+    """
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: DSparkConfig) -> None:
+        missing = config.missing_fields()
+        if missing:
+            raise ValueError(
+                f"The drafter's config leaves {missing} unset. Build a drafter with `get_drafter(target, config)`, "
+                "which takes them from the target, or set them."
+            )
+        super().__init__(config)
+        self.last_stats: Any = None
+        self._target_modules: tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None = None
+        if not config.share_target_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self.embed_tokens, self.lm_head = None, None
+
+    # --- embeddings and LM head ------------------------------------------------------------------------------
+
+    def bind_target(self, target: PreTrainedModel) -> None:
+        """Lends this drafter the embeddings and LM head of `target`, after checking that the two fit.
+
+        Only weak references are kept: the target is neither saved, moved nor trained with the drafter.
+
+        Raises:
+            ValueError: if hidden size, vocabulary or the layers to capture do not fit the target.
+        """
+        self.check_target(target)
+        self._target_modules = (weakref.ref(target.get_input_embeddings()), weakref.ref(target.get_output_embeddings()))
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises `ValueError` where this drafter cannot draft for `target`."""
+        text_config = target.config.get_text_config(decoder=True)
+        for name, unit in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+            ours, theirs = getattr(self.config, name), getattr(text_config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"The drafter's `{name}` is {ours} but the target {_name(target)} has a {unit} of {theirs}: this "
+                    "drafter was made for another target. Load the drafter that belongs to this target, or build one "
+                    "with `get_drafter(target)`."
+                )
+        num_layers = text_config.num_hidden_layers
+        if max(self.config.target_layer_ids) >= num_layers:
+            raise ValueError(
+                f"The drafter's `target_layer_ids` {self.config.target_layer_ids} name a layer that the target "
+                f"{_name(target)} of {num_layers} layers does not have; layers are numbered 0 to {num_layers - 1}."
+            )
+        if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
+            raise ValueError(f"The target {_name(target)} has no embeddings or no LM head that a drafter could use.")
+
+    def _shared_module(self, index: int) -> nn.Module:
+        module = self._target_modules[index]() if self._target_modules is not None else None
+        if module is None:
+            raise ValueError(
+                "This drafter uses its target's embeddings and LM head and is bound to no target. Call "
+                "`drafter.bind_target(target)` and keep the target alive, or pass the drafter to "
+                "`target.generate(..., assistant_model=drafter)`, which binds it."
+            )
+        return module
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The drafter's own embeddings, `None` where it shares the target's."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the drafter's own embeddings."""
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The drafter's own LM head, `None` where it shares the target's."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replaces the drafter's own LM head."""
+        self.lm_head = value
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Scaled token embeddings: `(batch, n)` ids to `(batch, n, d)`, on the drafter's device and dtype."""
+        table = self.embed_tokens if self.embed_tokens is not None else self._shared_module(0)
+        weight: torch.Tensor = table.weight
+        # Looked up by weight: a target's module may scale its output, which is `embedding_scale` here.
+        embeddings = nn.functional.embedding(input_ids.to(weight.device), weight)
+        if self.config.embedding_scale != 1.0:
+            embeddings = embeddings * torch.tensor(self.config.embedding_scale, dtype=weight.dtype)
+        return embeddings.to(device=self.device, dtype=self.dtype)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Base logits `U`: `hidden (..., d)`, after the final norm, to `(..., vocab)` with the final soft cap."""
+        head = self.lm_head if self.lm_head is not None else self._shared_module(1)
+        weight = getattr(head, "weight", hidden)
+        device, dtype = weight.device, weight.dtype if weight.is_floating_point() else hidden.dtype
+        logits = head(hidden.to(device=device, dtype=dtype)).to(hidden.device)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @torch.no_grad()
+    def copy_target_embeddings(self) -> None:
+        """Takes copies of the bound target's embeddings and LM head, so that the drafter is complete on its own.
+
+        `save_pretrained` then writes them too. Does nothing where the drafter already has its own.
+        """
+        if not self.config.share_target_embeddings:
+            return
+        tables = [self._shared_module(index).weight for index in (0, 1)]
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        for module, table in zip((self.embed_tokens, self.lm_head), tables, strict=True):
+            module.to(device=self.device, dtype=self.dtype)
+            module.weight.copy_(table)
+            module.weight.requires_grad_(False)
+        self.config.share_target_embeddings = False
+
+    # --- loading ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *model_args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads a drafter as `PreTrainedModel.from_pretrained` does, but refuses an incomplete checkpoint.
+
+        Raises:
+            OSError: if weights are missing, of another shape, or unreadable. A drafter with fresh random weights
+                would still give the target's text, only slower, and nobody would notice.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise OSError(
+                f"The weights of the drafter {pretrained_model_name_or_path!s} cannot be read ({error}): a file is "
+                "truncated or damaged. Download or save the checkpoint again."
+            ) from error
+        wrong = [*sorted(info["missing_keys"]), *sorted(str(key) for key in info.get("mismatched_keys", ()))]
+        if wrong:
+            raise OSError(
+                f"The drafter {pretrained_model_name_or_path!s} is incomplete: {len(wrong)} tensors that its config "
+                f"asks for are missing or of another shape, among them {wrong[:5]}. Check that config.json and the "
+                "weights belong together."
+            )
+        model.eval()
+        return (model, info) if wants_info else model
+
+
+def _name(target: PreTrainedModel) -> str:
+    """How error messages call a target."""
+    return repr(target.config.name_or_path or type(target).__name__)
+
+
+__all__ = ["Drafter"]
