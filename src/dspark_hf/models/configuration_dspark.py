@@ -98,7 +98,11 @@ class DSparkConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         self._check()
+        rope_is_unset = self.rope_parameters is None
         super().__post_init__(**kwargs)
+        if rope_is_unset:
+            # Transformers fills in a default base, which would hide that the target's is still to be taken.
+            self.rope_parameters = None
 
     def _check(self) -> None:
         """Raises `ValueError` for a field that no drafter can have."""

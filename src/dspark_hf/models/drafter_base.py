@@ -155,6 +155,8 @@ class Drafter(PreTrainedModel):
                 would still give the target's text, only slower, and nobody would notice.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        # Tensors of another shape are reported below by name, which Transformers' own error does not do.
+        kwargs["ignore_mismatched_sizes"] = True
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs

@@ -1,0 +1,180 @@
+"""Every place where a Transformers version or a private part of Transformers matters.
+
+The rest of the package uses public interfaces and what this module offers. Supported: Transformers 5.18.0 and newer
+within major version 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+MINIMUM_TRANSFORMERS = "5.18.0"
+FIRST_UNSUPPORTED_TRANSFORMERS = "6.0.0"
+
+# Methods of `GenerationMixin` that `generation/hook.py` wraps, with the parameters that its wrappers rely on.
+WRAPPED_METHODS: dict[str, tuple[str, ...]] = {
+    "_assisted_decoding": (
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "streamer",
+        "assistant_model",
+    ),
+    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+}
+
+
+def check_transformers_version(version: str = transformers.__version__) -> None:
+    """Raises `ImportError` where this Transformers version is not supported."""
+    if not Version(MINIMUM_TRANSFORMERS) <= Version(version) < Version(FIRST_UNSUPPORTED_TRANSFORMERS):
+        raise ImportError(
+            f"dspark_hf supports transformers >= {MINIMUM_TRANSFORMERS}, < {FIRST_UNSUPPORTED_TRANSFORMERS}, and "
+            f"{version} is installed. Run `pip install 'transformers>={MINIMUM_TRANSFORMERS},"
+            f"<{FIRST_UNSUPPORTED_TRANSFORMERS}'`."
+        )
+
+
+def check_generation_methods(owner: type = GenerationMixin) -> None:
+    """Raises `ImportError` naming each method or parameter that `generate` no longer has as we know it."""
+    broken = []
+    for name, parameters in WRAPPED_METHODS.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            broken.append(f"{name} is gone")
+            continue
+        signature = inspect.signature(method).parameters
+        missing = [parameter for parameter in parameters if parameter not in signature]
+        if missing:
+            broken.append(f"{name} lost {missing}")
+    if broken:
+        raise ImportError(
+            f"transformers {transformers.__version__} changed parts of `generate` that dspark_hf builds on: "
+            f"{'; '.join(broken)}. Install a version that this release of dspark_hf was tested with (see README), or "
+            "a newer dspark_hf."
+        )
+
+
+# --- wrapping `generate` -------------------------------------------------------------------------------------------
+
+
+def wrap_generation_method(name: str, make_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces `GenerationMixin.<name>` by `make_wrapper(original)`; does nothing if it is wrapped already."""
+    original = getattr(GenerationMixin, name)
+    if hasattr(original, "_dspark_original"):
+        return
+    wrapper = functools.wraps(original)(make_wrapper(original))
+    wrapper._dspark_original = original  # type: ignore[attr-defined]
+    setattr(GenerationMixin, name, wrapper)
+
+
+def unwrap_generation_method(name: str) -> None:
+    """Restores `GenerationMixin.<name>` if it is wrapped."""
+    original = getattr(getattr(GenerationMixin, name), "_dspark_original", None)
+    if original is not None:
+        setattr(GenerationMixin, name, original)
+
+
+def register_generation_options(names: tuple[str, ...]) -> None:
+    """Lets `generate` and `GenerationConfig.update` take `names` as options, `None` by default."""
+    for name in names:
+        if not hasattr(GenerationConfig, name):
+            setattr(GenerationConfig, name, None)
+
+
+def unregister_generation_options(names: tuple[str, ...]) -> None:
+    """Undoes `register_generation_options`."""
+    for name in names:
+        if name in vars(GenerationConfig):
+            delattr(GenerationConfig, name)
+
+
+def eos_token_ids(generation_config: GenerationConfig) -> torch.Tensor | None:
+    """End-of-sequence ids `(n,)` as `generate` prepared them; `None` where generation has no such token."""
+    return getattr(generation_config, "_eos_token_tensor", None)
+
+
+# --- caches --------------------------------------------------------------------------------------------------------
+
+# Transformers 5.24 renamed the argument under which models take their cache.
+CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0.dev0") else "past_key_values"
+
+
+def prepare_cache_for_rollback(cache: Cache, target: PreTrainedModel) -> None:
+    """Makes `cache` keep what `crop` needs, to be called after the prefill.
+
+    Raises:
+        ValueError: for a target whose cache cannot be rolled back.
+    """
+    if not getattr(cache, "is_croppable", True) or getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"The target {type(target).__name__} has recurrent layers or a cache whose state cannot be rolled back to "
+            "before a rejected token, so it cannot verify drafts. Call `generate` without `assistant_model`."
+        )
+    cache.activate_past_recording()
+
+
+def crop_cache(cache: Cache, rejected: int) -> None:
+    """Drops the last `rejected` positions; to be called after every verification, also with 0.
+
+    Sliding-window layers keep more than their window until they are cropped.
+    """
+    cache.crop(-rejected)
+
+
+def decode_context(target: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
+    """The context in which Transformers runs decoding steps (it picks kernels for few tokens where it has any)."""
+    enter = getattr(target, "_optimize_model_for_decode", None)
+    return enter() if enter is not None else contextlib.nullcontext()
+
+
+# --- hidden states -------------------------------------------------------------------------------------------------
+
+# From 5.23 on, a list given as `output_hidden_states` selects entries of the usual tuple (0 is the embedding output).
+# Before, a list counted layers and left out the embedding output, so all are captured there.
+SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23.0.dev0")
+
+
+def capture_kwargs(
+    target_layer_ids: list[int], num_layers: int | None = None, last: bool = False
+) -> dict[str, Any]:
+    """Arguments that make a target's forward return the hidden states of the captured layers.
+
+    Args:
+        target_layer_ids: layers to capture, -1 for the embedding output.
+        num_layers: number of target layers; needed with `last`.
+        last: whether to capture the last entry too, which is after the final norm.
+    """
+    if not SELECTS_HIDDEN_STATES:
+        return {"output_hidden_states": True}
+    entries = [layer + 1 for layer in target_layer_ids]
+    if last:
+        if num_layers is None:
+            raise ValueError("`num_layers` is needed to capture the last hidden state.")
+        entries = sorted({*entries, num_layers})
+    return {"output_hidden_states": entries}
+
+
+def captured_states(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
+    """States of the captured layers, concatenated: `(batch, seq, m * d)`.
+
+    Layer i is entry i + 1 of the tuple that a target returns; entry 0, layer -1, is the embedding output.
+    """
+    states = [hidden_states[layer + 1] for layer in target_layer_ids]
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def decoder_only_output(cache: Cache | None, **fields: Any) -> GenerateDecoderOnlyOutput:
+    """What `generate(return_dict_in_generate=True)` returns."""
+    return GenerateDecoderOnlyOutput(**fields, **{CACHE_ARGUMENT: cache})

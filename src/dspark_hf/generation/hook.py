@@ -1,0 +1,131 @@
+"""How a drafter comes into `generate`.
+
+`install()`, which `import dspark_hf` calls, makes `target.generate(**inputs, assistant_model=drafter)` work by wrapping
+two methods of `GenerationMixin`; every other assistant goes on to the original. `custom_generate(drafter)` needs no
+wrapping: `target.generate(**inputs, custom_generate=custom_generate(drafter))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from .. import _compat
+from ..models import DSparkDrafter
+from .decoding import speculative_decode
+from .settings import GENERATION_OPTIONS
+
+
+def install() -> None:
+    """Makes `generate` accept a drafter as `assistant_model` and the `dspark_*` options; safe to call again.
+
+    Raises:
+        ImportError: if this Transformers version is not supported.
+    """
+    _compat.check_transformers_version()
+    _compat.check_generation_methods()
+    _compat.register_generation_options(GENERATION_OPTIONS)
+    _compat.wrap_generation_method("_assisted_decoding", _wrap_assisted_decoding)
+    _compat.wrap_generation_method("_validate_generation_mode", _wrap_validation)
+
+
+def uninstall() -> None:
+    """Undoes `install`; safe to call again."""
+    for name in _compat.WRAPPED_METHODS:
+        _compat.unwrap_generation_method(name)
+    _compat.unregister_generation_options(GENERATION_OPTIONS)
+
+
+def _serves(assistant: Any, generation_config: GenerationConfig) -> bool:
+    """Whether a call is ours: the assistant is a drafter and the user asked for no other kind of assistance."""
+    other = (
+        getattr(generation_config, "assistant_early_exit", None) is not None
+        or getattr(generation_config, "prompt_lookup_num_tokens", None) is not None
+        or bool(getattr(generation_config, "use_mtp", False))
+    )
+    return isinstance(assistant, DSparkDrafter) and not other
+
+
+def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def assisted_decoding(
+        self: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if not _serves(drafter, generation_config):
+            return original(
+                self, input_ids, logits_processor, stopping_criteria, generation_config=generation_config, **kwargs
+            )
+        if kwargs.pop("synced_gpus", False):
+            raise ValueError("`synced_gpus` (FSDP or ZeRO-3 generation) is not supported with a drafter.")
+        for name in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return speculative_decode(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, drafter=drafter, **kwargs
+        )
+
+    return assisted_decoding
+
+
+def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_generation_mode(
+        self: PreTrainedModel,
+        generation_mode: Any,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
+    ) -> None:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if _serves(drafter, generation_config):
+            # First, since the original takes a drafter of another target for one with another tokenizer.
+            drafter.check_target(self)
+        original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return validate_generation_mode
+
+
+def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | GenerateDecoderOnlyOutput]:
+    """A decoding method bound to `drafter`, for `target.generate(**inputs, custom_generate=...)`.
+
+    It takes the `dspark_*` options like `generate(assistant_model=drafter)`. Transformers does not hand a streamer to
+    such a function: give it as `dspark_streamer`.
+
+    Raises:
+        TypeError: if `drafter` is not a drafter.
+    """
+    if not isinstance(drafter, DSparkDrafter):
+        raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a `DSparkDrafter`.")
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        dspark_num_draft_tokens: int | None = None,
+        dspark_confidence_threshold: float | None = None,
+        dspark_streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        return speculative_decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter=drafter,
+            streamer=dspark_streamer,
+            dspark_num_draft_tokens=dspark_num_draft_tokens,
+            dspark_confidence_threshold=dspark_confidence_threshold,
+            **model_kwargs,
+        )
+
+    return decode

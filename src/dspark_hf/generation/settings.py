@@ -1,0 +1,102 @@
+"""What a user may choose for one `generate` call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process
+from transformers.utils import logging
+
+from ..models import DSparkDrafter
+
+logger = logging.get_logger(__name__)
+
+GENERATION_OPTIONS = ("dspark_num_draft_tokens", "dspark_confidence_threshold")
+
+# Processors that carry state from call to call in a way that drafting and verifying would corrupt.
+STATEFUL_PROCESSORS = (
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+)
+
+
+@dataclass(frozen=True)
+class DecodingSettings:
+    """Checked settings of one `generate` call.
+
+    Attributes:
+        num_draft_tokens: most tokens drafted in a round, 1 to γ.
+        confidence_threshold: a proposal is cut at its first token whose confidence is below this; 0 never cuts.
+        do_sample: whether tokens are sampled; greedy otherwise.
+    """
+
+    num_draft_tokens: int
+    confidence_threshold: float
+    do_sample: bool
+
+
+def resolve_settings(
+    drafter: DSparkDrafter,
+    generation_config: GenerationConfig,
+    num_draft_tokens: int | None = None,
+    confidence_threshold: float | None = None,
+) -> DecodingSettings:
+    """Settings from a call's own arguments, else from `generation_config`, else the drafter's defaults.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+    if num_draft_tokens is None:
+        num_draft_tokens = getattr(generation_config, "dspark_num_draft_tokens", None)
+    if confidence_threshold is None:
+        confidence_threshold = getattr(generation_config, "dspark_confidence_threshold", None)
+    return DecodingSettings(
+        num_draft_tokens=_draft_tokens(drafter, num_draft_tokens, generation_config.num_assistant_tokens),
+        confidence_threshold=_threshold(drafter, confidence_threshold),
+        do_sample=bool(generation_config.do_sample),
+    )
+
+
+def _draft_tokens(drafter: DSparkDrafter, explicit: int | None, cap: int | None) -> int:
+    gamma = drafter.config.block_size
+    if explicit is not None:
+        if isinstance(explicit, bool) or not isinstance(explicit, int):
+            raise TypeError(f"`dspark_num_draft_tokens` is {explicit!r}; give a whole number from 1 to {gamma}.")
+        if not 1 <= explicit <= gamma:
+            raise ValueError(
+                f"`dspark_num_draft_tokens` is {explicit}; this drafter's block size allows 1 to {gamma}."
+            )
+        return explicit
+    if cap is None:
+        return gamma
+    if cap < 1:
+        raise ValueError(
+            f"`num_assistant_tokens` is {cap}; a drafter needs at least 1. To generate without drafting, leave out "
+            "`assistant_model`."
+        )
+    return min(int(cap), gamma)
+
+
+def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:
+    if threshold is None or threshold == 0:
+        return 0.0
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"`dspark_confidence_threshold` is {threshold}; it is a probability, from 0 to 1.")
+    if drafter.confidence_head is None:
+        logger.warning_once(
+            f"`dspark_confidence_threshold` is {threshold}, but this drafter has no confidence head "
+            "(`enable_confidence_head` is false in its config): every drafted token is verified."
+        )
+        return 0.0
+    return float(threshold)
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Raises `ValueError` for a processor under which speculative decoding would not be lossless."""
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from token to token and cannot be rolled back after a "
+                "rejected draft, so the output would not be the target's. Call `generate` without `assistant_model`."
+            )

@@ -1,0 +1,99 @@
+"""What happened in the rounds of one `generate` call, and how long they took."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One round of drafting and verification, summed over the rows of the batch.
+
+    Attributes:
+        drafted: tokens that the drafter computed.
+        proposed: drafted tokens left after the confidence cut.
+        verified: proposed tokens given to the target; those after a drafted end of sequence or the length limit are not.
+        accepted: drafted tokens kept in the output.
+        emitted: tokens added to the output: the accepted ones and the target's own, less what an end cut off.
+        draft_seconds: time of drafting.
+        verify_seconds: time of the target's forward pass.
+    """
+
+    drafted: int
+    proposed: int
+    verified: int
+    accepted: int
+    emitted: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class GenerationStats:
+    """Statistics of one `generate` call that a drafter served; printing it gives a summary.
+
+    Attributes:
+        rounds: one entry per round; the prefill, which gives the first token, is not a round.
+        prefill_seconds: time of the target's forward over the prompt.
+        total_seconds: time from the start of the prefill to the last token.
+    """
+
+    rounds: list[RoundStats] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Mean tokens per round, τ of equation 1, counting the target's own (bonus) token; 0 without rounds."""
+        return statistics.fmean(entry.emitted for entry in self.rounds) if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of verified drafted tokens that were kept; 0 where none was verified."""
+        verified = sum(entry.verified for entry in self.rounds)
+        return sum(entry.accepted for entry in self.rounds) / verified if verified else 0.0
+
+    def total(self, name: str) -> Any:
+        """Sum of one field of `RoundStats` over all rounds."""
+        return sum(getattr(entry, name) for entry in self.rounds)
+
+    def __str__(self) -> str:
+        new_tokens = 1 + self.total("emitted")
+        rate = new_tokens / self.total_seconds if self.total_seconds else 0.0
+        other = self.total_seconds - self.prefill_seconds - self.total("draft_seconds") - self.total("verify_seconds")
+        return (
+            f"{new_tokens} tokens in {len(self.rounds)} rounds, {rate:.1f} tokens/s\n"
+            f"mean accepted length {self.mean_accepted_length:.2f} (bonus token included), "
+            f"{self.acceptance_rate:.0%} of verified drafts kept\n"
+            f"drafted {self.total('drafted')}, verified {self.total('verified')}, kept {self.total('accepted')}\n"
+            f"seconds: prefill {self.prefill_seconds:.3f}, drafting {self.total('draft_seconds'):.3f}, "
+            f"verifying {self.total('verify_seconds'):.3f}, everything else {other:.3f}"
+        )
+
+
+class Stopwatch:
+    """Times stretches of work on `device`: by events on CUDA, so that nothing has to wait, by the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+
+    def now(self) -> Any:
+        """A mark to give to `seconds`."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; on CUDA both must have been reached by the device."""
+        if not self._cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
