@@ -111,9 +111,7 @@ class BackboneAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.v_proj = (
-            None
-            if config.attention_k_eq_v
-            else nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
+            None if config.attention_k_eq_v else nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         )
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)

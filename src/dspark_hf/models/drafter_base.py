@@ -58,7 +58,10 @@ class Drafter(PreTrainedModel):
             ValueError: if hidden size, vocabulary or the layers to capture do not fit the target.
         """
         self.check_target(target)
-        self._target_modules = (weakref.ref(target.get_input_embeddings()), weakref.ref(target.get_output_embeddings()))
+        self._target_modules = (
+            weakref.ref(target.get_input_embeddings()),
+            weakref.ref(target.get_output_embeddings()),
+        )
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` where this drafter cannot draft for `target`."""
@@ -130,9 +133,17 @@ class Drafter(PreTrainedModel):
         """Takes copies of the bound target's embeddings and LM head, so that the drafter is complete on its own.
 
         `save_pretrained` then writes them too. Does nothing where the drafter already has its own.
+
+        Raises:
+            ValueError: if the drafter is bound to no target, or the target's LM head has a bias.
         """
         if not self.config.share_target_embeddings:
             return
+        if getattr(self._shared_module(1), "bias", None) is not None:
+            raise ValueError(
+                "The target's LM head has a bias, which a drafter's own LM head has not: leave the drafter bound to "
+                "its target instead of copying the target's embeddings."
+            )
         tables = [self._shared_module(index).weight for index in (0, 1)]
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)

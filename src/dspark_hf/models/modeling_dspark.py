@@ -172,9 +172,10 @@ class DSparkDrafter(Drafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, VanillaMarkovHead):
-            # The bias starts at zero, so that an untrained sequential head changes nothing.
-            nn.init.zeros_(module.markov_w2.weight)
+        if self.markov_head is not None and module is self.markov_head.markov_w2:
+            # The bias starts at zero, so that an untrained sequential head changes nothing. Asked of the layer itself:
+            # Transformers skips modules that have no weights of their own, as the head is.
+            nn.init.zeros_(module.weight)
         elif isinstance(module, BackboneLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
 

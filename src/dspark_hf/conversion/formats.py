@@ -1,0 +1,107 @@
+"""Which format a drafter is stored in, told by its `config.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from transformers.utils import cached_file
+
+DSPARK = "dspark"
+DEEPSPEC = "deepspec"
+
+FOREIGN_FORMATS = {
+    "eagle3": "an EAGLE-3 drafter (DeepSpec or SpecForge)",
+    "dflash": "a DFlash drafter of z-lab (`DFlashDraftModel`), whose anchor slot predicts nothing",
+    "specforge": "a SpecForge DSpark drafter (`DSparkDraftModel`)",
+    "speculators": "a drafter of the speculators library",
+    "peft": "a PEFT adapter",
+}
+"""Formats that are recognised but not loaded, in words."""
+
+FULL_MODEL = "full model"
+UNKNOWN = "unknown"
+
+
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def find_file(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> str:
+    """Local path of a file of a checkpoint, downloaded if need be; `kwargs` are those of `from_pretrained`.
+
+    Raises:
+        OSError: if the checkpoint has no such file or cannot be reached.
+    """
+    options = {option: kwargs[option] for option in _DOWNLOAD_OPTIONS if kwargs.get(option) is not None}
+    found = cached_file(path, name, **options)
+    if found is None:
+        raise OSError(f"{path!s} has no file {name}.")
+    return found
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        OSError: if the file cannot be read or holds no JSON object.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise OSError(f"{path!s} is not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise OSError(f"{path!s} holds no JSON object.")
+    return content
+
+
+def detect_format(config: dict[str, Any]) -> str:
+    """Name of the format of a `config.json`: `DSPARK`, `DEEPSPEC`, a key of `FOREIGN_FORMATS`, or what else it is.
+
+    `model_type` decides only for our own format: others keep their target's.
+    """
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if config.get("model_type") == "dspark":
+        return DSPARK
+    if "speculators_model_type" in config or "speculators_config" in config:
+        return "speculators"
+    if any("eagle3" in name.lower() for name in architectures):
+        return "eagle3"
+    if "DSparkDraftModel" in architectures:
+        return "specforge"
+    if "DFlashDraftModel" in architectures or "dflash_config" in config:
+        return "dflash"
+    if any(name.endswith("DSparkModel") for name in architectures):
+        return DEEPSPEC
+    if "peft_type" in config:
+        return "peft"
+    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in architectures):
+        return FULL_MODEL
+    return UNKNOWN
+
+
+def refuse_foreign(found: str, path: str | os.PathLike[str]) -> ValueError:
+    """The error for a checkpoint that `AutoDrafter` does not load."""
+    loads = "`AutoDrafter` loads drafters of this package and of DeepSpec (`Qwen3DSparkModel`, `Gemma4DSparkModel`)."
+    if found == FULL_MODEL:
+        return ValueError(
+            f"{path!s} is a full model, not a drafter; load it with `AutoModelForCausalLM` and pass it to `generate` "
+            f"directly as `assistant_model`. {loads}"
+        )
+    if found in FOREIGN_FORMATS:
+        return ValueError(f"{path!s} is {FOREIGN_FORMATS[found]}, which is not supported. {loads}")
+    return ValueError(f"{path!s} is in no known drafter format: its config.json has no known `architectures`. {loads}")
+
+
+__all__ = [
+    "DEEPSPEC",
+    "DSPARK",
+    "FOREIGN_FORMATS",
+    "FULL_MODEL",
+    "UNKNOWN",
+    "detect_format",
+    "find_file",
+    "read_json",
+    "refuse_foreign",
+]

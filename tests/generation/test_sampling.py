@@ -1,0 +1,159 @@
+"""Sampled output has exactly the target's distribution.
+
+On a vocabulary this small the law of every position is computed exactly, by visiting every continuation. The first
+token is never speculative, so tokens 2 to 4 and a late one are tested. The same test must fail when the rule is told a
+distribution that the drafts were not drawn from.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dspark_hf import DSparkConfig, get_drafter
+from dspark_hf.generation import drafting
+
+VOCAB = 6
+GAMMA = 3
+LENGTH = GAMMA + 3
+TESTED = (1, 2, 3, LENGTH - 1)
+SAMPLES = 1500
+TOP_K, TEMPERATURE = 4, 0.8
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.5,
+        pad_token_id=None,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.tensor([[1, 4, 2, 5]])
+
+
+@pytest.fixture(scope="module")
+def exact_laws(target, prompt):
+    """Law `(vocab,)` of each new token, over all continuations."""
+    sequences, weights = prompt, torch.ones(1, dtype=torch.float64)
+    laws = []
+    for _ in range(LENGTH):
+        with torch.no_grad():
+            logits = target(sequences).logits[:, -1].double() / TEMPERATURE
+        smallest = logits.topk(TOP_K).values[:, -1:]
+        probs = torch.softmax(logits.masked_fill(logits < smallest, -torch.inf), dim=-1)
+        joint = weights[:, None] * probs
+        laws.append(joint.sum(dim=0))
+        kept = joint.flatten().nonzero().squeeze(1)
+        sequences = torch.cat([sequences[kept // VOCAB], (kept % VOCAB)[:, None]], dim=1)
+        weights = joint.flatten()[kept]
+    return laws
+
+
+def make_drafter(target, head: str):
+    """A drafter with opinions of its own: random weights, large enough to differ clearly from the target."""
+    torch.manual_seed(1)
+    config = DSparkConfig(
+        block_size=GAMMA,
+        num_hidden_layers=1,
+        target_layer_ids=[0],
+        markov_rank=4,
+        markov_head_type=head,
+        mask_token_id=0,
+        initializer_range=0.5,
+    )
+    drafter = get_drafter(target, config)
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.7)
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=0.5)
+    return drafter
+
+
+def p_values(target, drafter, prompt, exact_laws, threshold: float, samples: int = SAMPLES) -> list[float]:
+    """Chi-square p-value of each tested position."""
+    torch.manual_seed(2)
+    counts = torch.zeros(LENGTH, VOCAB)
+    verified = set()
+    for _ in range(samples):
+        output = target.generate(
+            input_ids=prompt,
+            assistant_model=drafter,
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            top_k=TOP_K,
+            temperature=TEMPERATURE,
+            dspark_confidence_threshold=threshold,
+        )
+        counts[torch.arange(LENGTH), output[0, prompt.shape[1] :]] += 1
+        verified.add(drafter.last_stats.rounds[0].verified)
+    assert len(verified) > 1 if threshold else verified == {GAMMA}, f"verified in the first round: {verified}"
+    return [chi_square(counts[position].double(), exact_laws[position] * samples) for position in TESTED]
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """P-value, with rare tokens put together."""
+    assert observed[expected == 0].sum() == 0, "a token that the target cannot give"
+    rare = expected < 8
+    groups = [(observed[~rare], expected[~rare])]
+    if expected[rare].sum() > 0:
+        groups.append((observed[rare].sum()[None], expected[rare].sum()[None]))
+    observed, expected = (torch.cat(parts) for parts in zip(*groups, strict=True))
+    return float(stats.chisquare(observed.numpy(), (expected / expected.sum() * observed.sum()).numpy()).pvalue)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_distribution(target, prompt, exact_laws, head, threshold):
+    values = p_values(target, make_drafter(target, head), prompt, exact_laws, threshold)
+    print(f"p-values of tokens {[position + 1 for position in TESTED]}: {values}")
+    assert min(values) > 1e-3
+
+
+def unprocessed_q(self, sequence_ids, logits):
+    """Draws from the processed distribution and reports the raw one."""
+    ids, _ = original_choose(self, sequence_ids, logits)
+    return ids, torch.softmax(logits.float(), dim=-1)
+
+
+def argmax_drafts(self, sequence_ids, logits):
+    """Drafts the likeliest token and reports the soft distribution."""
+    _, probs = original_choose(self, sequence_ids, logits)
+    return probs.argmax(dim=-1), probs
+
+
+original_choose = drafting.DraftSession._choose
+
+
+@pytest.mark.parametrize("fault", [unprocessed_q, argmax_drafts])
+def test_planted_bias_is_found(target, prompt, exact_laws, fault, monkeypatch):
+    monkeypatch.setattr(drafting.DraftSession, "_choose", fault)
+    assert min(p_values(target, make_drafter(target, "vanilla"), prompt, exact_laws, threshold=0.0)) < 1e-6
+
+
+def test_cut_that_sees_the_token_is_found(target, prompt, exact_laws, monkeypatch):
+    """A threshold on the drafted token's own probability is not lossless, and the test can tell."""
+
+    def length_by_own_probability(self, proposal):
+        own = proposal.probs.gather(2, proposal.ids[..., None]).squeeze(-1)
+        return int(drafting.leading_true(own >= 0.4).item())
+
+    monkeypatch.setattr(drafting.DraftSession, "confident_length", length_by_own_probability)
+    assert min(p_values(target, make_drafter(target, "vanilla"), prompt, exact_laws, threshold=0.5)) < 1e-6

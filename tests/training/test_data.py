@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from dspark_hf.data import BadRow, DrafterCollator, prepare_dataset, tokenize_row
+
+from .conftest import MARKED_TEMPLATE, VOCAB_SIZE
+
+CHAT = [
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "how are you"},
+    {"role": "user", "content": "fine"},
+    {"role": "assistant", "content": "thanks"},
+]
+
+
+def trained(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any]) -> tuple[str, str]:
+    """All of a row's text, and what of it is trained on."""
+    ids, mask = tokenize_row(row, tokenizer)
+    return tokenizer.decode(ids), tokenizer.decode([token for token, value in zip(ids, mask) if value])
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_text_and_ids(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert trained(tokenizer, {"text": "hello there"}) == ("hello there", "hello there")
+    assert tokenize_row({"input_ids": [4, 5, 6]}, None) == ([4, 5, 6], [1, 1, 1])
+    assert tokenize_row({"input_ids": [4, 5], "loss_mask": [0, True]}, None) == ([4, 5], [0, 1])
+
+
+def test_loss_on_the_response_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": "hello there", "response": "how are you"}
+    assert trained(tokenizer, row) == ("hello there how are you </s>", "how are you </s>")
+
+
+def test_template_without_marks(tokenizer: PreTrainedTokenizerFast) -> None:
+    text, loss = trained(tokenizer, {"messages": CHAT})
+    assert text == "<s> user hello there </s> <s> assistant how are you </s> <s> user fine </s> <s> assistant " + (
+        "<think> </think> thanks </s>"
+    )
+    # The template renders the first answer otherwise than the target would have given it.
+    assert loss == "<think> </think> thanks </s>"
+
+
+def test_template_with_marks(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = MARKED_TEMPLATE
+    assert trained(tokenizer, {"messages": CHAT})[1] == "how are you </s> thanks </s>"
+
+
+BAD_ROWS = [
+    ({"text": 5}, "`text` is not a string"),
+    ({"prompt": "hello", "response": ["how"]}, "`response` is not a string"),
+    ({"response": "how"}, "`prompt` is not a string"),
+    ({"prompt": "hello", "response": ""}, "empty `response`"),
+    ({"messages": "hello"}, "not a list of objects"),
+    ({"messages": [{"content": "hello"}]}, "without a `role`"),
+    ({"messages": CHAT[:1]}, "no message of the assistant"),
+    ({"messages": [{"role": "assistant", "content": {}.keys}]}, "chat template fails"),
+    ({"input_ids": ["4", "5"]}, "not a list of integers"),
+    ({"input_ids": [4, 5], "loss_mask": [1]}, "differ in length"),
+    ({"input_ids": [4, 5], "loss_mask": [1, 2]}, "0 and 1"),
+    ({"code": "hello"}, "none of the columns"),
+]
+
+
+@pytest.mark.parametrize("row, reason", BAD_ROWS)
+def test_bad_row(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], reason: str) -> None:
+    if "fails" in reason:
+        tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(BadRow, match=reason):
+        tokenize_row(row, tokenizer)
+
+
+def test_bad_rows_are_counted_and_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [{"text": "hello there how are"}, {"input_ids": [4, 5, 6]}, {"messages": CHAT}]
+    bad = ["{broken", "[1]", {"text": ""}, {"text": "hello"}, {"text": 5}, {"input_ids": [4, VOCAB_SIZE]}]
+    path = write(tmp_path / "rows.jsonl", [*good, *bad, ""])
+    with caplog.at_level(logging.WARNING):
+        dataset, report = prepare_dataset(path, tokenizer, max_length=32, vocab_size=VOCAB_SIZE)
+    assert (len(dataset), report.rows, report.examples) == (3, 9, 3)
+    assert dataset.column_names == ["input_ids", "loss_mask"]
+    assert report.skipped == {
+        "line is not JSON": 1,
+        "line is not a JSON object": 1,
+        "empty row": 1,
+        "no two successive tokens to train on within 32 tokens": 1,
+        "`text` is not a string": 1,
+        f"token ids outside the target's vocabulary of {VOCAB_SIZE}": 1,
+    }
+    assert "Left out 6 of 9 rows" in caplog.text
+
+
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"input_ids": [4, 5]}])
+    assert len(prepare_dataset(path, max_length=8, vocab_size=9)[0]) == 1
+    write(path, [{"input_ids": [4, 5]}, {"input_ids": [4, 6]}])
+    assert len(prepare_dataset(path, max_length=8, vocab_size=9)[0]) == 2
+
+
+def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"text": "hello there"}])
+    with pytest.raises(ValueError, match="None of the 1 rows.*`text` needs a tokenizer"):
+        prepare_dataset(data, max_length=8, vocab_size=9)
+    with pytest.raises(ValueError, match="None of the 0 rows"):
+        prepare_dataset(write(tmp_path / "empty.jsonl", []), max_length=8, vocab_size=9)
+    with pytest.raises(FileNotFoundError, match="missing.jsonl"):
+        prepare_dataset(tmp_path / "missing.jsonl", max_length=8, vocab_size=9)
+
+
+def test_long_rows_are_cut_or_split() -> None:
+    data = Dataset.from_list([{"input_ids": list(range(9)), "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1]}])
+    with pytest.raises(ValueError, match="within 4 tokens"):
+        prepare_dataset(data, max_length=4, vocab_size=9)
+    split, report = prepare_dataset(data, max_length=4, vocab_size=9, split_long=True)
+    # The first window has nothing to train on, the last is a single token.
+    assert split["input_ids"][:] == [[4, 5, 6, 7]]
+    assert (report.rows, report.tokens, report.trained_tokens) == (1, 4, 4)
+
+
+def test_collator_pads_on_the_right() -> None:
+    batch = DrafterCollator(pad_token_id=7)(
+        [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, {"input_ids": [4], "loss_mask": [1]}]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]

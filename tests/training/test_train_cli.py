@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from datasets import Dataset
+from typer.testing import CliRunner
+
+from dspark_hf import DSparkDrafter
+from dspark_hf.cli.train import train
+
+app = typer.Typer()
+app.command()(train)
+
+
+@pytest.fixture
+def data(dataset: Dataset, tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    dataset.to_json(path)
+    return path
+
+
+def run(*options: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(option) for option in options])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "drafter"
+    options = ["--target", target_folder, "--data", data, "--output", output, "--num-anchors", 4, "--batch-size", 4]
+    shape = ["--drafter-layers", 1, "--block-size", 3, "--markov-rank", 4, "--markov-head", "gated"]
+    code, text = run(
+        *options, *shape, "--no-confidence", "--target-layers", "0,2", "--max-steps", 2, "--save-steps", 2
+    )
+    assert code == 0, text
+    drafter = DSparkDrafter.from_pretrained(output)
+    config = drafter.config
+    assert (config.num_hidden_layers, config.block_size, config.markov_rank) == (1, 3, 4)
+    assert (config.markov_head_type, config.target_layer_ids) == ("gated", [0, 2])
+    assert drafter.confidence_head is None
+
+    # A resumed run takes the drafter's shape from the checkpoint.
+    code, text = run(*options, "--max-steps", 3, "--eval-data", data, "--resume")
+    assert code == 0, text
+    summary = json.loads((output / "training_summary.json").read_text())
+    assert summary["steps"] == 3 and "eval_tau" in summary["metrics"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--data", "nowhere.jsonl"], "--data is 'nowhere.jsonl', and there is no such file"),
+        (["--target-layers", "1;2"], "--target-layers is '1;2'"),
+        (["--resume"], "no checkpoint to resume from"),
+        (["--num-anchors", 0], "`num_anchors` is 0"),
+    ],
+)
+def test_user_errors_are_one_line(
+    target_folder: Path, data: Path, tmp_path: Path, options: list[object], message: str
+) -> None:
+    code, text = run("--target", target_folder, "--data", data, "--output", tmp_path / "drafter", *options)
+    assert code == 1
+    assert message in " ".join(text.split()) and "Traceback" not in text

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, TrainerCallback
+
+from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, train_drafter
+
+from .conftest import VOCAB_SIZE
+
+
+def make_drafter(target: PreTrainedModel, **options: Any) -> DSparkDrafter:
+    torch.manual_seed(0)
+    return get_drafter(target, DSparkConfig(num_hidden_layers=1, **{"markov_rank": 8, "block_size": 4, **options}))
+
+
+def make_args(folder: Path, **options: Any) -> DSparkTrainingArguments:
+    defaults: dict[str, Any] = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "num_anchors": 6,
+        "logging_steps": 2,
+        "learning_rate": 3e-3,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return DSparkTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def weights(drafter: DSparkDrafter) -> torch.Tensor:
+    parameters = sorted(drafter.named_parameters())
+    return torch.cat([parameter.detach().flatten() for _, parameter in parameters])
+
+
+@pytest.mark.parametrize(
+    "options, loss",
+    [
+        ({}, {}),
+        ({"markov_head_type": "rnn"}, {}),
+        ({"markov_rank": 0, "enable_confidence_head": False}, {"ce_weight": 1.0, "tv_weight": 0.0}),
+    ],
+    ids=["dspark", "rnn", "dflash"],
+)
+def test_training_helps(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, options: dict[str, Any], loss: dict[str, Any]
+) -> None:
+    drafter = make_drafter(target, **options)
+    before = [parameter.clone() for parameter in target.parameters()]
+    trainer = DSparkTrainer(drafter, target, make_args(tmp_path, **loss), dataset, dataset)
+    first = trainer.evaluate()
+    trainer.args.max_steps = 40
+    trainer.train()
+    last = trainer.evaluate()
+    assert last["eval_loss"] < 0.97 * first["eval_loss"]
+    assert last["eval_tau"] > first["eval_tau"] >= 1
+    assert all(0 <= last[f"eval_accept_rate@{slot}"] <= 1 for slot in range(4))
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == list(range(2, 41, 2))
+    assert {"ce_loss", "tau", "accept_rate@0", "learning_rate"} <= set(logs[-1])
+    assert ("confidence_loss" in logs[-1]) == (drafter.confidence_head is not None)
+    if loss == {}:
+        parts = 0.1 * logs[-1]["ce_loss"] + 0.9 * logs[-1]["l1_loss"] + logs[-1]["confidence_loss"]
+        assert logs[-1]["loss"] == pytest.approx(parts, rel=0.05)  # means over slots and over steps
+    assert all(torch.equal(old, new) for old, new in zip(before, target.parameters()))
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+class Stop(TrainerCallback):
+    """Breaks a run off after some steps, with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = control.should_save = state.global_step == self.step
+        return control
+
+
+def test_resumed_run_equals_an_unbroken_one(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    unbroken = train_drafter(target, dataset, make_drafter(target), make_args(tmp_path / "a"))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
+    args = make_args(tmp_path / "b", **options)
+    # Step 3 of 4 in the first epoch: the rest of it must come in the same order.
+    broken = train_drafter(target, dataset, make_drafter(target), args, callbacks=[Stop(3)])
+    assert not torch.equal(weights(broken), weights(unbroken))
+    checkpoint = tmp_path / "b" / "checkpoint-3"
+    assert torch.equal(weights(DSparkDrafter.from_pretrained(checkpoint)), weights(broken))
+    resumed = train_drafter(target, dataset, make_drafter(target), make_args(tmp_path / "b", **options), resume=True)
+    torch.testing.assert_close(weights(resumed), weights(unbroken), atol=1e-6, rtol=0)
+
+
+def test_accumulated_batches_equal_one_large_batch(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    results = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        args = make_args(
+            tmp_path, max_steps=2, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
+        )
+        trainer = DSparkTrainer(make_drafter(target), target, args, dataset)
+        trainer.train()
+        results.append((weights(trainer.model), trainer.state.log_history[0]["loss"]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=2e-5, rtol=0)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
+
+
+def test_saved_drafter_and_summary(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    drafter = make_drafter(target)
+    drafter.copy_target_embeddings()
+    embeddings = drafter.embed_tokens.weight.clone()
+    args = make_args(tmp_path, max_steps=3, loss_chunk_size=8)
+    train_drafter(target, dataset, drafter, args, eval_data=dataset.select(range(4)))
+    assert torch.equal(drafter.embed_tokens.weight, embeddings), "the drafter's own embeddings stay frozen"
+    loaded = DSparkDrafter.from_pretrained(tmp_path)
+    assert torch.equal(weights(loaded), weights(drafter))
+    summary = json.loads((tmp_path / "training_summary.json").read_text())
+    assert summary["steps"] == 3 and summary["data"]["examples"] == 16
+    assert summary["metrics"]["eval_tau"] >= 1 and summary["arguments"]["num_anchors"] == 6
+    warm = train_drafter(target, dataset, tmp_path, make_args(tmp_path / "warm", max_steps=1))
+    assert warm.config.num_hidden_layers == 1
+
+
+def test_user_errors(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    drafter = make_drafter(target)
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        train_drafter(target, dataset, drafter, make_args(tmp_path), resume=True)
+    with pytest.raises(ValueError, match=f"vocabulary of {VOCAB_SIZE}"):
+        train_drafter(target, Dataset.from_list([{"input_ids": [5, 500]}]), drafter, make_args(tmp_path))
+    drafter.config.vocab_size = 7
+    with pytest.raises(ValueError, match="made for another target"):
+        DSparkTrainer(drafter, target, make_args(tmp_path), dataset)
