@@ -1,0 +1,40 @@
+"""The `dspark` command, one module per sub-command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .demo import demo
+from .generate import generate
+from .train import train
+
+app = typer.Typer(
+    name="dspark",
+    help="DSpark speculative decoding for Transformers: generate with drafters, and train them.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo)
+app.command("generate")(generate)
+app.command("train")(train)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from .. import __version__
+
+        typer.echo(f"dspark-hf {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the `dspark` command."""
+    app()
+
+
+__all__ = ["app", "main"]

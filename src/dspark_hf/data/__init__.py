@@ -1,0 +1,5 @@
+"""Training data: rows of text, chats or token ids, made into sequences and batches."""
+
+from .text import BadRow, DataReport, DrafterCollator, prepare_dataset, tokenize_row
+
+__all__ = ["BadRow", "DataReport", "DrafterCollator", "prepare_dataset", "tokenize_row"]

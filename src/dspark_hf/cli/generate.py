@@ -1,0 +1,91 @@
+"""`dspark generate`: one prompt, without and with a drafter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .errors import user_errors
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    target: Annotated[str, typer.Option(help="The target: a Hub repository or a local folder.")],
+    drafter: Annotated[str, typer.Option(help="Its drafter: a Hub repository or a local folder.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 for greedy decoding; sampled above.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
+    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens drafted in a round. [default: all]")] = None,
+    threshold: Annotated[float, typer.Option(help="Confidence below which a proposal is cut.")] = 0.0,
+    chat: Annotated[
+        bool | None, typer.Option(help="Whether to use the chat template. [default: where there is one]")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+) -> None:
+    """Generate from PROMPT without and with a drafter, and show what was drafted and how fast it was."""
+    import torch
+    from rich.console import Console
+
+    from ..evaluation import compare
+    from ..factory import AutoDrafter
+    from .show import legend, show
+
+    with user_errors():
+        _check(prompt, max_new_tokens, temperature, dtype, repeats)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer = _load_target(target, device, dtype)
+        helper = AutoDrafter.from_pretrained(drafter).to(device=model.device, dtype=model.dtype)
+        helper.check_target(model)
+        prompt_ids = _encode(tokenizer, prompt, chat).to(model.device)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        draft_options = {"dspark_num_draft_tokens": draft_tokens, "dspark_confidence_threshold": threshold or None}
+        console = Console()
+        compare(model, helper, prompt_ids, max_new_tokens=8, do_sample=False)  # warm-up
+        comparison = compare(
+            model, helper, prompt_ids, repeats=repeats, seed=seed, draft_options=draft_options, **options
+        )
+        console.print(legend())
+        show(console, comparison, tokenizer, title=target, sampled=temperature > 0)
+        console.print(str(comparison.stats[-1]), highlight=False)
+
+
+def _check(prompt: str, max_new_tokens: int, temperature: float, dtype: str, repeats: int) -> None:
+    if not prompt:
+        raise ValueError("PROMPT is empty; give some text to go on from.")
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    if temperature < 0:
+        raise ValueError(f"--temperature is {temperature}; use 0 for greedy decoding or a positive number.")
+    if repeats < 1:
+        raise ValueError(f"--repeats is {repeats}; it must be at least 1.")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype is {dtype!r}; choose auto, float32, bfloat16 or float16.")
+
+
+def _load_target(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool | None) -> Any:
+    """Prompt ids `(1, length)`."""
+    template = getattr(tokenizer, "chat_template", None)
+    if chat and template is None:
+        raise ValueError("--chat was given, but the target's tokenizer has no chat template; use --no-chat.")
+    if chat is None:
+        chat = template is not None
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    return tokenizer(prompt, return_tensors="pt").input_ids

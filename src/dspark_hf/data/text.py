@@ -1,0 +1,364 @@
+"""Training rows: text, prompts with responses, chats or token ids, turned into `input_ids` and `loss_mask`.
+
+The loss mask says which tokens the target produced (or could have): anchors and labels are taken from these only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, Sequence, Value
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Tokens = tuple[list[int], list[int]]
+
+ROW_KINDS = "`input_ids`, `messages`, `prompt` with `response`, or `text`"
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; its message is the reason that is counted."""
+
+
+@dataclass
+class DataReport:
+    """What became of the rows.
+
+    Args:
+        rows: rows read.
+        examples: sequences kept; one row may give several where long ones are split.
+        tokens: tokens of these sequences.
+        trained_tokens: those in the loss mask.
+        skipped: rows that were left out, by reason.
+    """
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def prepare_dataset(
+    data: str | os.PathLike[str] | Dataset,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_length: int,
+    vocab_size: int,
+    split_long: bool = False,
+    num_proc: int | None = None,
+) -> tuple[Dataset, DataReport]:
+    """Reads rows and turns them into sequences to train on.
+
+    A row has one of these forms; further columns are ignored:
+
+    - `{"input_ids": [...], "loss_mask": [...]}`: tokens as they are; all are trained on without a mask.
+    - `{"messages": [{"role", "content"}, ...]}`: the tokenizer's chat template; trained on what the assistant says.
+    - `{"prompt": "...", "response": "..."}`: joined without a template; trained on the response and its end.
+    - `{"text": "..."}`: trained on all of it.
+
+    Rows that are no good are counted by reason, reported in the log and left out.
+
+    Args:
+        data: a JSON Lines file, or a `datasets.Dataset`.
+        tokenizer: the target's; not needed where all rows hold token ids.
+        max_length: longest sequence; what is beyond it is cut off.
+        vocab_size: size of the target's vocabulary.
+        split_long: cut long rows into several sequences instead of dropping their ends.
+        num_proc: processes to tokenise with.
+
+    Returns:
+        A dataset with the columns `input_ids` and `loss_mask`, and a report.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if no row is left.
+    """
+    dataset = _read_lines(Path(data)) if isinstance(data, (str, os.PathLike)) else data
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"`data` is a {type(dataset).__name__}; give the path of a JSON Lines file or a `datasets.Dataset`."
+        )
+    report = DataReport(rows=len(dataset))
+    if not report.rows:
+        raise _nothing_left(report)
+    prepared = dataset.map(
+        _RowMapper(tokenizer, max_length, vocab_size, split_long),
+        batched=True,
+        batch_size=64,
+        remove_columns=dataset.column_names,
+        features=Features(
+            {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8")), "problem": Value("string")}
+        ),
+        num_proc=num_proc,
+        desc="Tokenising",
+    )
+    problems = prepared["problem"][:]
+    report.skipped = dict(Counter(problem for problem in problems if problem))
+    prepared = prepared.remove_columns("problem")
+    if report.skipped:
+        prepared = prepared.select([index for index, problem in enumerate(problems) if not problem])
+        logger.warning("Left out %d of %d rows: %s.", sum(report.skipped.values()), report.rows, _reasons(report))
+    if not len(prepared):
+        raise _nothing_left(report)
+    _count(prepared, report)
+    return prepared, report
+
+
+def _nothing_left(report: DataReport) -> ValueError:
+    return ValueError(
+        f"None of the {report.rows} rows of the data can be trained on: {_reasons(report)}. A row needs {ROW_KINDS}."
+    )
+
+
+def _reasons(report: DataReport) -> str:
+    return ", ".join(f"{count} × {reason}" for reason, count in report.skipped.items()) or "there are none"
+
+
+def _count(dataset: Dataset, report: DataReport) -> None:
+    report.examples = len(dataset)
+    for batch in dataset.iter(batch_size=1024):
+        report.tokens += sum(map(len, batch["input_ids"]))
+        report.trained_tokens += sum(map(sum, batch["loss_mask"]))
+    logger.info("%d sequences, %d tokens, %d trained on.", report.examples, report.tokens, report.trained_tokens)
+
+
+def _read_lines(path: Path) -> Dataset:
+    """Lines of a file, unparsed: Arrow would refuse the whole file for one line of another form."""
+    if not path.is_file():
+        raise FileNotFoundError(f"The data file {str(path)!r} does not exist.")
+    if next(_lines(str(path)), None) is None:
+        return Dataset.from_dict({"line": []})  # the builder below refuses to build nothing
+    stat = path.stat()
+    # Size and time are part of the arguments so that a changed file is not taken from the cache.
+    arguments = {"path": str(path), "stamp": f"{stat.st_size}-{stat.st_mtime_ns}"}
+    dataset = Dataset.from_generator(_lines, features=Features({"line": Value("large_string")}), gen_kwargs=arguments)
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"The data file {str(path)!r} cannot be read as lines of text.")
+    return dataset
+
+
+def _lines(path: str, stamp: str = "") -> Iterator[dict[str, str]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.strip():
+                yield {"line": line}
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _RowMapper:
+    """Turns a batch of rows into a batch of sequences, with the problem of those that are no good."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    max_length: int
+    vocab_size: int
+    split_long: bool
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        output: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "problem": []}
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            try:
+                sequences, problem = self._sequences(row), ""
+            except BadRow as error:
+                sequences, problem = [([], [])], str(error)
+            for input_ids, loss_mask in sequences:
+                output["input_ids"].append(input_ids)
+                output["loss_mask"].append(loss_mask)
+                output["problem"].append(problem)
+        return output
+
+    def _sequences(self, row: dict[str, Any]) -> list[Tokens]:
+        """The sequences of one row; raises `BadRow` where there are none."""
+        input_ids, loss_mask = tokenize_row(_parse(row), self.tokenizer)
+        if not input_ids:
+            raise BadRow("empty row")
+        if min(input_ids) < 0 or max(input_ids) >= self.vocab_size:
+            raise BadRow(f"token ids outside the target's vocabulary of {self.vocab_size}")
+        length = self.max_length
+        starts = range(0, len(input_ids), length) if self.split_long else [0]
+        windows = [(input_ids[start : start + length], loss_mask[start : start + length]) for start in starts]
+        windows = [(ids, mask) for ids, mask in windows if _is_trainable(mask)]
+        if not windows:
+            raise BadRow(f"no two successive tokens to train on within {length} tokens")
+        return windows
+
+
+def _is_trainable(loss_mask: list[int]) -> bool:
+    """Whether there is an anchor: two successive tokens in the mask."""
+    return any(first and second for first, second in zip(loss_mask, loss_mask[1:], strict=False))
+
+
+def _parse(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without unset columns; a line of a file is parsed."""
+    if list(row) == ["line"]:
+        try:
+            row = json.loads(row["line"])
+        except json.JSONDecodeError as error:
+            raise BadRow("line is not JSON") from error
+        if not isinstance(row, dict):
+            raise BadRow("line is not a JSON object")
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def tokenize_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Tokens:
+    """`input_ids` and `loss_mask` of a row of any form; see `prepare_dataset`.
+
+    Raises:
+        BadRow: if the row has no known form or a value of a wrong type.
+    """
+    if "input_ids" in row:
+        return _from_ids(row)
+    for column, convert in _CONVERTERS.items():
+        if column in row:
+            if tokenizer is None:
+                raise BadRow(f"`{column}` needs a tokenizer and none was given")
+            return convert(row, tokenizer)
+    raise BadRow(f"none of the columns {ROW_KINDS}")
+
+
+def _from_ids(row: dict[str, Any]) -> Tokens:
+    input_ids = row["input_ids"]
+    if not isinstance(input_ids, list) or not all(type(token) is int for token in input_ids):
+        raise BadRow("`input_ids` is not a list of integers")
+    loss_mask = row.get("loss_mask", [1] * len(input_ids))
+    if not isinstance(loss_mask, list) or not all(value in (0, 1) for value in loss_mask):
+        raise BadRow("`loss_mask` is not a list of 0 and 1")
+    if len(loss_mask) != len(input_ids):
+        raise BadRow("`loss_mask` and `input_ids` differ in length")
+    return input_ids, [int(value) for value in loss_mask]
+
+
+def _from_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    input_ids = _encode(tokenizer, _string(row, "text"))
+    return input_ids, [1] * len(input_ids)
+
+
+def _from_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    prompt = _encode(tokenizer, _string(row, "prompt"))
+    response = _encode(tokenizer, _string(row, "response"), add_special_tokens=False)
+    if not response:
+        raise BadRow("empty `response`")
+    if tokenizer.eos_token_id is not None and response[-1] != tokenizer.eos_token_id:
+        response = [*response, tokenizer.eos_token_id]
+    return prompt + response, [0] * len(prompt) + [1] * len(response)
+
+
+def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadRow("`messages` is not a list of objects")
+    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    if not all(isinstance(message.get("role"), str) for message in messages):
+        raise BadRow("a message without a `role`")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("no message of the assistant in `messages`")
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    if not template:
+        raise BadRow("`messages` needs a chat template and the tokenizer has none")
+    try:
+        if "{% generation" in template or "{%- generation" in template:
+            return _from_marked_template(messages, tokenizer)
+        return _from_rendered_prefixes(messages, tokenizer)
+    except BadRow:
+        raise
+    except Exception as error:  # templates raise what they like
+        raise BadRow(f"the chat template fails with {type(error).__name__}") from error
+
+
+def _from_marked_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """A template that marks what the assistant generates."""
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+
+
+def _from_rendered_prefixes(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """A template without marks: the assistant's part is what a message adds to the conversation before it.
+
+    A template may render an earlier message in another way once others follow (thinking is dropped, say). Such a
+    message is not what the target would have produced there, so it is not trained on.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        if text.startswith(after) and after.startswith(before):
+            spans.append((len(before), len(after)))
+    pieces, end = [], 0
+    for start, stop in spans:
+        pieces += [(text[end:start], 0), (text[start:stop], 1)]
+        end = stop
+    # Cut at the spans' ends, where generation starts and stops, so that no token lies across them.
+    input_ids, loss_mask = [], []
+    for piece, value in [*pieces, (text[end:], 0)]:
+        tokens = _encode(tokenizer, piece, add_special_tokens=False)
+        input_ids += tokens
+        loss_mask += [value] * len(tokens)
+    return input_ids, loss_mask
+
+
+_CONVERTERS: dict[str, Callable[[dict[str, Any], PreTrainedTokenizerBase], Tokens]] = {
+    "messages": _from_messages,
+    "response": _from_prompt,
+    "text": _from_text,
+}
+
+
+def _string(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise BadRow(f"`{column}` is not a string")
+    return value
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
+    # `verbose` warns of texts longer than the model, which are cut here anyway.
+    return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]) if text else []
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DrafterCollator:
+    """Pads rows on the right, to the longest.
+
+    Args:
+        pad_token_id: what to pad with; masked everywhere, so any token of the vocabulary will do.
+    """
+
+    pad_token_id: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Rows with `input_ids` and `loss_mask` to tensors `(batch, seq)`, with `attention_mask`."""
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        width = int(lengths.max())
+        batch = {
+            "input_ids": torch.full((len(rows), width), self.pad_token_id),
+            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+            "loss_mask": torch.zeros(len(rows), width, dtype=torch.long),
+        }
+        for index, row in enumerate(rows):
+            for name in ("input_ids", "loss_mask"):
+                batch[name][index, : lengths[index]] = torch.as_tensor(row[name])
+        return batch
+
+
+__all__ = ["BadRow", "DataReport", "DrafterCollator", "prepare_dataset", "tokenize_row"]

@@ -1,0 +1,134 @@
+"""Plain `generate` beside `generate` with a drafter: same prompts, same run, interleaved."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..models import Drafter
+
+
+@dataclass
+class Comparison:
+    """Plain and speculative decoding of one prompt.
+
+    Attributes:
+        prompt_ids: `(1, length)`.
+        plain_ids: `(n,)`, new tokens of plain `generate` in its last repeat.
+        draft_ids: `(n,)`, new tokens with the drafter in its last repeat.
+        plain_seconds: one time per repeat.
+        draft_seconds: one time per repeat.
+        plain_tokens: new tokens of each plain repeat.
+        draft_tokens: new tokens of each repeat with the drafter.
+        stats: `GenerationStats` of each repeat with the drafter.
+    """
+
+    prompt_ids: torch.Tensor
+    plain_ids: torch.Tensor
+    draft_ids: torch.Tensor
+    plain_seconds: list[float]
+    draft_seconds: list[float]
+    plain_tokens: list[int]
+    draft_tokens: list[int]
+    stats: list[Any]
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second with the drafter over those of plain `generate`: a ratio of medians over the repeats."""
+        plain = statistics.median(map(_ratio, self.plain_tokens, self.plain_seconds))
+        draft = statistics.median(map(_ratio, self.draft_tokens, self.draft_seconds))
+        return draft / plain
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens per round over all repeats, the bonus token included."""
+        rounds = [entry.emitted for stats in self.stats for entry in stats.rounds]
+        return statistics.fmean(rounds) if rounds else 0.0
+
+    def origins(self) -> list[bool]:
+        """For each token of `draft_ids`, whether it was drafted (true) or the target's own (false)."""
+        drafted = [False]
+        for entry in self.stats[-1].rounds:
+            drafted += [True] * entry.accepted + [False] * (entry.emitted - entry.accepted)
+        return drafted
+
+
+def _ratio(tokens: int, seconds: float) -> float:
+    return tokens / seconds
+
+
+def compare(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompt_ids: torch.Tensor,
+    *,
+    repeats: int = 1,
+    seed: int = 0,
+    draft_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Generates `repeats` times without and with `drafter`, in turns.
+
+    Args:
+        target: the target.
+        drafter: its drafter.
+        prompt_ids: `(1, length)`.
+        repeats: timed runs of each; the figures are medians over them.
+        seed: seed of the first repeat, the following ones count up from it; matters only when sampling.
+        draft_options: options of `generate` for the runs with the drafter only.
+        options: options of `generate` for all runs.
+    """
+    if repeats < 1:
+        raise ValueError(f"`repeats` is {repeats}; it must be at least 1.")
+    plain: list[tuple[torch.Tensor, float]] = []
+    draft: list[tuple[torch.Tensor, float]] = []
+    stats = []
+    for repeat in range(repeats):
+        plain.append(_timed(lambda: target.generate(input_ids=prompt_ids, **options), seed + repeat))
+        draft.append(
+            _timed(
+                lambda: target.generate(
+                    input_ids=prompt_ids, assistant_model=drafter, **options, **(draft_options or {})
+                ),
+                seed + repeat,
+            )
+        )
+        stats.append(drafter.last_stats)
+    length = prompt_ids.shape[1]
+    return Comparison(
+        prompt_ids=prompt_ids,
+        plain_ids=plain[-1][0][0, length:],
+        draft_ids=draft[-1][0][0, length:],
+        plain_seconds=[seconds for _, seconds in plain],
+        draft_seconds=[seconds for _, seconds in draft],
+        plain_tokens=[ids.shape[1] - length for ids, _ in plain],
+        draft_tokens=[ids.shape[1] - length for ids, _ in draft],
+        stats=stats,
+    )
+
+
+def _timed(generate: Callable[[], torch.Tensor], seed: int) -> tuple[torch.Tensor, float]:
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    ids = generate()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return ids, time.perf_counter() - start
+
+
+def repeated_share(ids: Iterable[int], n: int = 8) -> float:
+    """Share of the n-grams of a text that stood in it before: how much it loops. 0 for a text shorter than `n`."""
+    tokens = list(ids)
+    grams = [tuple(tokens[index : index + n]) for index in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+__all__ = ["Comparison", "compare", "repeated_share"]

@@ -1,0 +1,78 @@
+"""Arguments of drafter training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class DSparkTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the recipe of the DSpark paper as defaults, and the options of its loss.
+
+    For a plain DFlash drafter (no heads) use `ce_weight=1.0, tv_weight=0.0`.
+
+    Raises:
+        ValueError: if an option is out of its range.
+    """
+
+    num_anchors: int = field(
+        default=512, metadata={"help": "Blocks drafted in each sequence; fewer where there are fewer valid anchors."}
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longest training sequence, in tokens."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy to the training tokens."})
+    tv_weight: float = field(
+        default=0.9, metadata={"help": "Weight of the L1 distance between draft and target distributions."}
+    )
+    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
+    loss_decay: float | None = field(
+        default=4.0,
+        metadata={"help": "γ_decay: position k of a block weighs exp(-(k-1)/γ_decay); 0 weighs all positions alike."},
+    )
+    loss_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Positions whose draft and target logits are held at once. A smaller number saves memory and "
+            "costs one more LM head pass; by default about 1 GB of float32 per tensor of logits."
+        },
+    )
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule after the warm-up."})
+    warmup_steps: float = field(
+        default=0.04, metadata={"help": "Warm-up: a number of steps, or below 1 the share of all steps."}
+    )
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Largest norm of the gradient; 0 for no clipping."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay false: the trainer reads columns that the drafter does not."}
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False,
+        metadata={"help": "Must stay false: the heads are applied where a search for unused parameters misses them."},
+    )
+
+    def __post_init__(self) -> None:
+        self._check()
+        super().__post_init__()
+
+    def _check(self) -> None:
+        """Raises `ValueError` for an option that no training can use."""
+        for name, least in (("num_anchors", 1), ("max_length", 2), ("loss_chunk_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` is {value}; it must be at least {least}.")
+        weights = {name: getattr(self, name) for name in ("ce_weight", "tv_weight", "confidence_weight")}
+        for name, value in weights.items():
+            if value < 0:
+                raise ValueError(f"`{name}` is {value}; it must be 0 or positive.")
+        if weights["ce_weight"] == weights["tv_weight"] == 0:
+            raise ValueError("`ce_weight` and `tv_weight` are both 0, so the drafter would learn no tokens; set one.")
+        if self.loss_decay is not None and self.loss_decay < 0:
+            raise ValueError(f"`loss_decay` is {self.loss_decay}; use a positive number, or 0 for no decay.")
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` is True; leave it False, the trainer needs `loss_mask`.")
+
+
+__all__ = ["DSparkTrainingArguments"]

@@ -1,0 +1,186 @@
+"""Training from end to end: data in, drafter out. The command line and the example script call `train_drafter`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..data import DataReport, prepare_dataset
+from ..models import DSparkDrafter
+from .arguments import DSparkTrainingArguments
+from .trainer import DSparkTrainer
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_FILE = "training_summary.json"
+
+Data: TypeAlias = str | os.PathLike[str] | Dataset
+
+
+def load_target(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A target in the dtype that it was saved in, and its tokenizer if it has one."""
+    target = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError):
+        tokenizer = None
+    # Some classes come up with nothing but special tokens where there are no files to read.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        logger.warning("The target %r has no tokenizer; rows must hold `input_ids`.", name_or_path)
+        return target, None
+    return target, tokenizer
+
+
+def train_drafter(
+    target: str | PreTrainedModel,
+    train_data: Data,
+    drafter: str | os.PathLike[str] | DSparkDrafter,
+    training_args: DSparkTrainingArguments,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    eval_data: Data | None = None,
+    split_long: bool = False,
+    resume: bool | str = False,
+    num_proc: int | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+) -> DSparkDrafter:
+    """Trains `drafter` for `target` and saves it, with the tokenizer and a summary, in `training_args.output_dir`.
+
+    Weights are trained and saved in float32; with `training_args.bf16` the arithmetic is bfloat16.
+
+    Args:
+        target: the model to draft for, or its name or path.
+        train_data: a JSON Lines file or a `Dataset`; see `dspark_hf.data.prepare_dataset` for the rows.
+        drafter: a drafter from `get_drafter`, or the path of a trained one to go on from.
+        training_args: how to train, and where to save.
+        tokenizer: the target's; loaded with the target if that is given by name.
+        eval_data: evaluated as `training_args.eval_strategy` says, and at the end.
+        split_long: cut long rows into several sequences instead of dropping their ends.
+        resume: `True` for the last checkpoint in the output folder, or the path of one.
+        num_proc: processes to tokenise with.
+        callbacks: more callbacks for the trainer.
+
+    Returns:
+        The trained drafter, bound to the target and in evaluation mode. It keeps no reference to the target: hold on
+        to that yourself, or bind the drafter again.
+
+    Raises:
+        ValueError: if the drafter does not fit the target, no row of the data can be used, or there is no checkpoint
+            to resume from.
+
+    Example:
+        ```python
+        drafter = get_drafter(target, tokenizer=tokenizer)
+        args = DSparkTrainingArguments(output_dir="drafter", num_train_epochs=1)
+        train_drafter(target, "train.jsonl", drafter, args, tokenizer=tokenizer)
+        ```
+    """
+    checkpoint = find_checkpoint(training_args.output_dir) if resume is True else resume or None
+    if isinstance(target, str):
+        target, loaded = load_target(target)
+        tokenizer = tokenizer or loaded
+    model = drafter if isinstance(drafter, DSparkDrafter) else DSparkDrafter.from_pretrained(drafter)
+    model.check_target(target)
+    vocab_size: Any = model.config.vocab_size
+
+    def prepare(data: Data) -> tuple[Dataset, DataReport]:
+        return prepare_dataset(
+            data,
+            tokenizer,
+            max_length=training_args.max_length,
+            vocab_size=vocab_size,
+            split_long=split_long,
+            num_proc=num_proc,
+        )
+
+    with training_args.main_process_first(desc="tokenising"):
+        train_dataset, report = prepare(train_data)
+        eval_dataset = prepare(eval_data)[0] if eval_data is not None else None
+    trainer = DSparkTrainer(
+        model=model.float(),
+        target=target,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    metrics = dict(result.metrics)
+    if eval_dataset is not None:
+        metrics.update(trainer.evaluate())
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        _write_summary(trainer, report, metrics)
+    return model.eval()
+
+
+def find_checkpoint(output_dir: str) -> str:
+    """The last checkpoint in a run's output folder; raises `ValueError` if there is none."""
+    checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if checkpoint is None:
+        raise ValueError(
+            f"There is no checkpoint to resume from in {output_dir!r}: leave out `resume` to start anew, or give the "
+            "output folder of the run that was broken off."
+        )
+    return str(checkpoint)
+
+
+def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str, float]) -> None:
+    """What was trained, on how much, how well; read by model cards."""
+    args, drafter = trainer.args, trainer.model
+    names = [field.name for field in dataclasses.fields(DSparkTrainingArguments) if field.name in RECIPE]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    summary: dict[str, Any] = {
+        "target": trainer.target.config.name_or_path,
+        "parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "data": dataclasses.asdict(report),
+        "arguments": {name: _plain(getattr(args, name)) for name in names},
+        "steps": trainer.state.global_step,
+        "last_log": logs[-1] if logs else {},
+        "metrics": metrics,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    path = Path(args.output_dir) / SUMMARY_FILE
+    path.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# Arguments that decide what comes out, of the many that `TrainingArguments` has.
+RECIPE = {
+    "bf16",
+    "ce_weight",
+    "confidence_weight",
+    "fp16",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "loss_decay",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_length",
+    "max_steps",
+    "num_anchors",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "seed",
+    "tv_weight",
+    "warmup_steps",
+    "weight_decay",
+}
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+__all__ = ["SUMMARY_FILE", "find_checkpoint", "load_target", "train_drafter"]
