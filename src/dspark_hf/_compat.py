@@ -146,9 +146,7 @@ def decode_context(target: PreTrainedModel) -> contextlib.AbstractContextManager
 SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23.0.dev0")
 
 
-def capture_kwargs(
-    target_layer_ids: list[int], num_layers: int | None = None, last: bool = False
-) -> dict[str, Any]:
+def capture_kwargs(target_layer_ids: list[int], num_layers: int | None = None, last: bool = False) -> dict[str, Any]:
     """Arguments that make a target's forward return the hidden states of the captured layers.
 
     Args:

@@ -89,9 +89,7 @@ def test_untrained_drafter(target, head):
     torch.manual_seed(0)
     config = DSparkConfig(markov_rank=8 if head else 0, markov_head_type=head or "vanilla", block_size=5)
     drafter = get_drafter(target, config)
-    output = target.generate(
-        input_ids=prompt, assistant_model=drafter, max_new_tokens=NEW_TOKENS, do_sample=False
-    )
+    output = target.generate(input_ids=prompt, assistant_model=drafter, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert_same(output, expected, gap)
 
 
@@ -102,9 +100,7 @@ def test_drafter_with_sliding_window(target):
         num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=6, block_size=4
     )
     drafter = get_drafter(target, config)
-    output = target.generate(
-        input_ids=prompt, assistant_model=drafter, max_new_tokens=NEW_TOKENS, do_sample=False
-    )
+    output = target.generate(input_ids=prompt, assistant_model=drafter, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert_same(output, expected, gap)
 
 

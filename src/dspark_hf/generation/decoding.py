@@ -101,11 +101,13 @@ def _check_call(
         raise ValueError(f"{type(target).__name__} is an encoder-decoder model; drafters serve decoder-only targets.")
     if input_ids.shape[0] != 1:
         raise ValueError(
-            f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call it "
-            "once per prompt, or leave out `assistant_model` for the batch."
+            f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call "
+            "it once per prompt, or leave out `assistant_model` for the batch."
         )
     if generation_config.prefill_chunk_size is not None:
-        raise ValueError("`prefill_chunk_size` is not supported with a drafter, which needs the whole prompt's states.")
+        raise ValueError(
+            "`prefill_chunk_size` is not supported with a drafter, which needs the whole prompt's states."
+        )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError("`assistant_ensemble_weight` mixes the drafter into the output; a drafter is lossless only.")
     check_processors(processors)
@@ -248,7 +250,7 @@ class _Loop:
         )
 
     def _propose(self) -> Proposal | None:
-        """What the drafter drafts this round; `None` where the length limit leaves room for the target's token only."""
+        """What is drafted this round; `None` where the length limit leaves room for the target's token only."""
         if self._room() <= 0:
             return None
         return self.drafts.draft(self.sequence_ids, self.drafts.settings.num_draft_tokens)
@@ -285,7 +287,9 @@ class _Loop:
             return verify_greedy(draft_ids, scores)
         return verify_sampled(draft_ids, proposal.probs.to(scores.device), torch.softmax(scores, dim=-1))
 
-    def _emit(self, output: TargetOutput, raw: torch.Tensor | None, scores: torch.Tensor, new_ids: torch.Tensor) -> int:
+    def _emit(
+        self, output: TargetOutput, raw: torch.Tensor | None, scores: torch.Tensor, new_ids: torch.Tensor
+    ) -> int:
         """Adds `new_ids (1, n)` up to where the text ends; returns how many were added."""
         length = self.sequence_ids.shape[1]
         candidate = torch.cat([self.sequence_ids, new_ids], dim=1)

@@ -69,17 +69,19 @@ class DraftSession:
         hidden, base_logits = self._parallel_stage(sequence_ids[:, -1:])
         first = sequence_ids.shape[1]
         sequence_ids = sequence_ids.to(hidden.device)
-        probs, state = [], None
+        probs: list[torch.Tensor] = []
+        state = None
         for position in range(count):
             logits, state = self.drafter.draft_step(
                 base_logits[:, position], hidden[:, position], sequence_ids[:, -1], state
             )
             next_ids, next_probs = self._choose(sequence_ids, logits)
-            probs.append(next_probs)
+            if next_probs is not None:
+                probs.append(next_probs)
             sequence_ids = torch.cat([sequence_ids, next_ids[:, None]], dim=1)
         return Proposal(
             ids=sequence_ids[:, first:],
-            probs=torch.stack([entry for entry in probs if entry is not None], dim=1) if probs[0] is not None else None,
+            probs=torch.stack(probs, dim=1) if probs else None,
             confidence_logits=self.drafter.confidence_logits(hidden[:, :count], sequence_ids[:, first - 1 : -1]),
         )
 

@@ -1,8 +1,8 @@
 """How a drafter comes into `generate`.
 
-`install()`, which `import dspark_hf` calls, makes `target.generate(**inputs, assistant_model=drafter)` work by wrapping
-two methods of `GenerationMixin`; every other assistant goes on to the original. `custom_generate(drafter)` needs no
-wrapping: `target.generate(**inputs, custom_generate=custom_generate(drafter))`.
+`install()`, which `import dspark_hf` calls, makes `target.generate(**inputs, assistant_model=drafter)` work by
+wrapping two methods of `GenerationMixin`; every other assistant goes on to the original. `custom_generate(drafter)`
+needs no wrapping: `target.generate(**inputs, custom_generate=custom_generate(drafter))`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def uninstall() -> None:
     _compat.unregister_generation_options(GENERATION_OPTIONS)
 
 
-def _serves(assistant: Any, generation_config: GenerationConfig) -> bool:
-    """Whether a call is ours: the assistant is a drafter and the user asked for no other kind of assistance."""
+def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> DSparkDrafter | None:
+    """The assistant, if it is a drafter and the user asked for no other kind of assistance; else `None`."""
     other = (
         getattr(generation_config, "assistant_early_exit", None) is not None
         or getattr(generation_config, "prompt_lookup_num_tokens", None) is not None
         or bool(getattr(generation_config, "use_mtp", False))
     )
-    return isinstance(assistant, DSparkDrafter) and not other
+    return assistant if isinstance(assistant, DSparkDrafter) and not other else None
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,8 +60,8 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        drafter = kwargs.get("assistant_model")
-        if not _serves(drafter, generation_config):
+        drafter = _our_drafter(kwargs.get("assistant_model"), generation_config)
+        if drafter is None:
             return original(
                 self, input_ids, logits_processor, stopping_criteria, generation_config=generation_config, **kwargs
             )
@@ -83,8 +83,8 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         generation_mode_kwargs: dict[str, Any],
     ) -> None:
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if _serves(drafter, generation_config):
+        drafter = _our_drafter(generation_mode_kwargs.get("assistant_model"), generation_config)
+        if drafter is not None:
             # First, since the original takes a drafter of another target for one with another tokenizer.
             drafter.check_target(self)
         original(self, generation_mode, generation_config, generation_mode_kwargs)

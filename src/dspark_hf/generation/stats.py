@@ -17,7 +17,7 @@ class RoundStats:
     Attributes:
         drafted: tokens that the drafter computed.
         proposed: drafted tokens left after the confidence cut.
-        verified: proposed tokens given to the target; those after a drafted end of sequence or the length limit are not.
+        verified: proposed tokens given to the target; not those after a drafted end of sequence or the length limit.
         accepted: drafted tokens kept in the output.
         emitted: tokens added to the output: the accepted ones and the target's own, less what an end cut off.
         draft_seconds: time of drafting.

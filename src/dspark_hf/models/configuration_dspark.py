@@ -10,6 +10,11 @@ from transformers import PreTrainedConfig
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
+def _from_target(help_text: str) -> Any:
+    """A field that is a fact about the target: `None` in a new config, filled in by `get_drafter`."""
+    return field(default=None, metadata={"help": help_text})
+
+
 class DSparkConfig(PreTrainedConfig):
     """Describes a DSpark drafter: its parallel backbone, its sequential head and its confidence head.
 
@@ -27,24 +32,23 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
 
     # --- shape of the backbone -------------------------------------------------------------------------------
-    vocab_size: int | None = field(default=None, metadata={"help": "Vocabulary of the target's LM head."})
-    hidden_size: int | None = field(default=None, metadata={"help": "Hidden size, the same as the target's."})
-    intermediate_size: int | None = field(default=None, metadata={"help": "Width of each layer's MLP."})
+    vocab_size: int = _from_target("Vocabulary of the target's LM head.")
+    hidden_size: int = _from_target("Hidden size, the same as the target's.")
+    intermediate_size: int = _from_target("Width of each layer's MLP.")
     num_hidden_layers: int = field(default=2, metadata={"help": "Number of drafter layers."})
-    num_attention_heads: int | None = field(default=None, metadata={"help": "Query heads of each layer."})
-    num_key_value_heads: int | None = field(default=None, metadata={"help": "Key/value heads of each layer."})
-    head_dim: int | None = field(default=None, metadata={"help": "Width of one attention head."})
+    num_attention_heads: int = _from_target("Query heads of each layer.")
+    num_key_value_heads: int = _from_target("Key/value heads of each layer.")
+    head_dim: int = _from_target("Width of one attention head.")
     hidden_act: str = field(default="silu", metadata={"help": "Activation of the MLP."})
     rms_norm_eps: float = field(default=1e-6, metadata={"help": "Epsilon of every RMS norm."})
     max_position_embeddings: int | None = field(default=None, metadata={"help": "Longest context of the target."})
-    rope_parameters: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Rotary embedding: `rope_type`, `rope_theta` and what the type needs."}
-    )
+    rope_parameters: dict[str, Any] = _from_target("Rotary embedding: `rope_type`, `rope_theta`, what the type needs.")
     attention_bias: bool = field(default=False, metadata={"help": "Biases in the attention projections."})
     attention_dropout: float = field(default=0.0, metadata={"help": "Dropout of attention weights in training."})
     initializer_range: float = field(default=0.02, metadata={"help": "Standard deviation of initial weights."})
-    layer_types: list[str] | None = field(
-        default=None, metadata={"help": "`full_attention` or `sliding_attention` for each layer; all full if unset."}
+    layer_types: list[str] = field(
+        default_factory=list,
+        metadata={"help": "`full_attention` or `sliding_attention` for each layer; all full if left empty."},
     )
     sliding_window: int | None = field(
         default=None, metadata={"help": "Context positions that a `sliding_attention` layer sees."}
@@ -69,10 +73,8 @@ class DSparkConfig(PreTrainedConfig):
 
     # --- what is drafted, from what --------------------------------------------------------------------------
     block_size: int = field(default=7, metadata={"help": "γ, the most tokens drafted in one round."})
-    mask_token_id: int | None = field(default=None, metadata={"help": "Token that fills the block after the anchor."})
-    target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "Target layers whose output is captured; -1 is the embedding output."}
-    )
+    mask_token_id: int = _from_target("Token that fills the block after the anchor.")
+    target_layer_ids: list[int] = _from_target("Target layers whose output is captured; -1 is the embedding output.")
     num_target_layers: int | None = field(default=None, metadata={"help": "Number of layers of the target."})
     target_model_type: str | None = field(default=None, metadata={"help": "`model_type` of the target."})
     target_name_or_path: str | None = field(default=None, metadata={"help": "Where the target came from."})
@@ -93,16 +95,13 @@ class DSparkConfig(PreTrainedConfig):
         self.tie_word_embeddings = False
         if self.markov_rank == 0:
             self.confidence_head_with_markov = False
-        if self.rope_parameters is not None:
-            self.rope_parameters = {"rope_type": "default", **self.rope_parameters}
-        if self.layer_types is None:
+        rope_parameters = self.rope_parameters and {"rope_type": "default", **self.rope_parameters}
+        if not self.layer_types:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         self._check()
-        rope_is_unset = self.rope_parameters is None
         super().__post_init__(**kwargs)
-        if rope_is_unset:
-            # Transformers fills in a default base, which would hide that the target's is still to be taken.
-            self.rope_parameters = None
+        # Where it is unset Transformers fills in a default base, which would hide that the target's is to be taken.
+        self.rope_parameters = rope_parameters
 
     def _check(self) -> None:
         """Raises `ValueError` for a field that no drafter can have."""
@@ -122,7 +121,7 @@ class DSparkConfig(PreTrainedConfig):
                 )
 
     def _check_layer_types(self) -> None:
-        layer_types = self.layer_types or []
+        layer_types = self.layer_types
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has {len(layer_types)} entries for `num_hidden_layers` = {self.num_hidden_layers}; "

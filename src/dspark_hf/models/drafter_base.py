@@ -41,11 +41,10 @@ class Drafter(PreTrainedModel):
         super().__init__(config)
         self.last_stats: Any = None
         self._target_modules: tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None = None
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
         if not config.share_target_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        else:
-            self.embed_tokens, self.lm_head = None, None
+            self._make_own_embeddings()
 
     # --- embeddings and LM head ------------------------------------------------------------------------------
 
@@ -83,6 +82,10 @@ class Drafter(PreTrainedModel):
         if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
             raise ValueError(f"The target {_name(target)} has no embeddings or no LM head that a drafter could use.")
 
+    def _make_own_embeddings(self) -> None:
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+
     def _shared_module(self, index: int) -> nn.Module:
         module = self._target_modules[index]() if self._target_modules is not None else None
         if module is None:
@@ -112,7 +115,7 @@ class Drafter(PreTrainedModel):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings: `(batch, n)` ids to `(batch, n, d)`, on the drafter's device and dtype."""
         table = self.embed_tokens if self.embed_tokens is not None else self._shared_module(0)
-        weight: torch.Tensor = table.weight
+        weight: Any = table.weight
         # Looked up by weight: a target's module may scale its output, which is `embedding_scale` here.
         embeddings = nn.functional.embedding(input_ids.to(weight.device), weight)
         if self.config.embedding_scale != 1.0:
@@ -122,7 +125,7 @@ class Drafter(PreTrainedModel):
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `U`: `hidden (..., d)`, after the final norm, to `(..., vocab)` with the final soft cap."""
         head = self.lm_head if self.lm_head is not None else self._shared_module(1)
-        weight = getattr(head, "weight", hidden)
+        weight: Any = getattr(head, "weight", hidden)
         device, dtype = weight.device, weight.dtype if weight.is_floating_point() else hidden.dtype
         logits = head(hidden.to(device=device, dtype=dtype)).to(hidden.device)
         cap = self.config.final_logit_softcapping
@@ -144,13 +147,12 @@ class Drafter(PreTrainedModel):
                 "The target's LM head has a bias, which a drafter's own LM head has not: leave the drafter bound to "
                 "its target instead of copying the target's embeddings."
             )
-        tables = [self._shared_module(index).weight for index in (0, 1)]
-        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-        for module, table in zip((self.embed_tokens, self.lm_head), tables, strict=True):
-            module.to(device=self.device, dtype=self.dtype)
-            module.weight.copy_(table)
-            module.weight.requires_grad_(False)
+        state = [self._shared_module(index).weight for index in (0, 1)]
+        device, dtype = self.device, self.dtype
+        self._make_own_embeddings()
+        for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=True):
+            module.to(device=device, dtype=dtype).load_state_dict({"weight": weight})  # type: ignore[union-attr]
+            module.requires_grad_(False)  # type: ignore[union-attr]
         self.config.share_target_embeddings = False
 
     # --- loading ---------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class RNNMarkovHead(VanillaMarkovHead):
 
     def features(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class; positions are visited from left to right."""
-        state = self.initial_state(hidden[..., 0, :])
+        state: torch.Tensor | None = self.initial_state(hidden[..., 0, :])
         features = []
         for position in range(hidden.shape[-2]):
             feature, state = self.step(embeddings[..., position, :], hidden[..., position, :], state)
@@ -119,7 +119,7 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         """`hidden (..., d)` and, with Markov features, `embedding (..., r)` to float32 logits `(...)`."""
-        features = torch.cat([hidden, embedding.to(hidden.dtype)], dim=-1) if self.with_markov else hidden
+        features = hidden if embedding is None else torch.cat([hidden, embedding.to(hidden.dtype)], dim=-1)
         return self.proj(features).squeeze(-1).float()
 
 

@@ -128,7 +128,8 @@ class DSparkDrafter(Drafter):
         block_positions = position_ids[:, -length:, None]
         # Context and block positions are consecutive and end with the block's last one.
         key_positions = position_ids[:, -1:, None] - torch.arange(keys - 1, -1, -1, device=position_ids.device)
-        return {"sliding_attention": (block_positions - key_positions < self.config.sliding_window).unsqueeze(1)}
+        window = self.config.sliding_window or keys
+        return {"sliding_attention": (block_positions - key_positions < window).unsqueeze(1)}
 
     # --- heads -----------------------------------------------------------------------------------------------
 
@@ -148,8 +149,9 @@ class DSparkDrafter(Drafter):
         """Confidence logits `(...)` for `hidden (..., d)` and `previous_ids (...)`; `None` without the head."""
         if self.confidence_head is None:
             return None
-        embedding = self.markov_head.embed(previous_ids) if self.confidence_head.with_markov else None
-        return self.confidence_head(hidden, embedding)
+        if self.markov_head is None or not self.confidence_head.with_markov:
+            return self.confidence_head(hidden, None)
+        return self.confidence_head(hidden, self.markov_head.embed(previous_ids))
 
     def draft_step(
         self, base_logits: torch.Tensor, hidden: torch.Tensor, previous_ids: torch.Tensor, state: torch.Tensor | None
