@@ -33,7 +33,7 @@ class PromptArguments:
         default="build/embedded_pair", metadata={"help": "Folder with heldout.jsonl and the target's tokenizer."}
     )
     output_file: str = field(
-        default="examples/embedded_pair/heldout_prompts.jsonl", metadata={"help": "File to write the prompts to."}
+        default="src/dspark_hf/embedded/heldout_prompts.jsonl", metadata={"help": "File to write the prompts to."}
     )
     prompts_per_kind: int = field(default=40, metadata={"help": "Prompts of each kind of text."})
     min_tokens: int = field(default=48, metadata={"help": "Fewest tokens in a prompt."})

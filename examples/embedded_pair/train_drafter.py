@@ -1,6 +1,6 @@
 """Trains the drafter of the embedded pair on the text that the target wrote.
 
-    python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
+python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
 """
 
 import logging
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import HfArgumentParser, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf import DSparkConfig, DSparkTrainingArguments, get_drafter, train_drafter
-from dspark_hf.training import find_checkpoint, load_target
+from dspark_hf.training import load_target
 
 
 @dataclass
@@ -52,7 +53,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     work_dir = Path(drafter_args.work_dir)
     target, tokenizer = load_target(str(work_dir / "target"))
-    checkpoint = find_checkpoint(training_args.output_dir)
+    checkpoint = get_last_checkpoint(training_args.output_dir) if Path(training_args.output_dir).is_dir() else None
     set_seed(training_args.seed)
     config = DSparkConfig(
         num_hidden_layers=drafter_args.num_hidden_layers,

@@ -111,17 +111,22 @@ def eos_token_ids(generation_config: GenerationConfig) -> torch.Tensor | None:
 CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0.dev0") else "past_key_values"
 
 
+def check_rollback(cache: Cache | None, target: PreTrainedModel) -> None:
+    """Raises `ValueError` for a target whose cache cannot be rolled back."""
+    if not getattr(cache, "is_croppable", True) or getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"The target {type(target).__name__} has recurrent layers or a cache whose state cannot be rolled back to "
+            "before a rejected token, so it cannot verify drafts. Call `generate` without `assistant_model`."
+        )
+
+
 def prepare_cache_for_rollback(cache: Cache, target: PreTrainedModel) -> None:
     """Makes `cache` keep what `crop` needs, to be called after the prefill.
 
     Raises:
         ValueError: for a target whose cache cannot be rolled back.
     """
-    if not getattr(cache, "is_croppable", True) or getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"The target {type(target).__name__} has recurrent layers or a cache whose state cannot be rolled back to "
-            "before a rejected token, so it cannot verify drafts. Call `generate` without `assistant_model`."
-        )
+    check_rollback(cache, target)
     cache.activate_past_recording()
 
 
@@ -131,6 +136,15 @@ def crop_cache(cache: Cache, rejected: int) -> None:
     Sliding-window layers keep more than their window until they are cropped.
     """
     cache.crop(-rejected)
+
+
+def attention_windows(cache: Cache, target: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer of `target`; `None` for a layer whose keys `cache` keeps in full."""
+    config = target.config.get_text_config(decoder=True)
+    window = next((layer.sliding_window for layer in cache.layers if getattr(layer, "is_sliding", False)), None)
+    # A layer that shares another one's keys has none in the cache, so its kind is read off the config.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def decode_context(target: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ GAMMA = 3
 LENGTH = GAMMA + 3
 TESTED = (1, 2, 3, LENGTH - 1)
 SAMPLES = 700
-TOP_K, TEMPERATURE = 4, 0.8
+TOP_K, TEMPERATURE = 4, 0.5
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def target():
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        initializer_range=0.5,
+        initializer_range=0.14,
         pad_token_id=None,
         eos_token_id=None,
         bos_token_id=None,
@@ -82,8 +82,9 @@ def make_drafter(target, head: str):
         initializer_range=0.5,
     )
     drafter = get_drafter(target, config)
-    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.7)
-    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=0.5)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=1.0)
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=2.0)
     return drafter
 
 
@@ -103,8 +104,9 @@ def p_values(target, drafter, prompt, exact_laws, threshold: float, samples: int
             dspark_confidence_threshold=threshold,
         )
         counts[torch.arange(LENGTH), output[0, prompt.shape[1] :]] += 1
-        verified.add(drafter.last_stats.rounds[0].verified)
-    assert len(verified) > 1 if threshold else verified == {GAMMA}, f"verified in the first round: {verified}"
+        rounds = drafter.last_stats.rounds
+        verified.update(entry.verified for entry in (rounds if threshold else rounds[:1]))
+    assert len(verified) > 2 if threshold else verified == {GAMMA}, f"proposals verified: {verified}"
     return [chi_square(counts[position].double(), exact_laws[position] * samples) for position in TESTED]
 
 

@@ -75,14 +75,15 @@ def speculative_decode(
     _check_call(target, input_ids, logits_processor, generation_config)
     drafter.bind_target(target)
     settings = resolve_settings(drafter, generation_config, dspark_num_draft_tokens, dspark_confidence_threshold)
+    session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs)
     loop = _Loop(
-        session=TargetSession(target, drafter.config.target_layer_ids, model_kwargs),
+        session=session,
         drafts=DraftSession(drafter, logits_processor, settings),
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
         streamer=streamer,
-        record=_Record(generation_config),
+        record=_Record(generation_config, _compat.attention_windows(session.cache, target)),
         sequence_ids=input_ids,
     )
     drafter.last_stats = loop.stats
@@ -131,6 +132,7 @@ class _Record:
     """What `return_dict_in_generate` returns beside the sequence, one entry per new token."""
 
     config: GenerationConfig
+    windows: list[int | None]
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     attentions: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
@@ -153,7 +155,7 @@ class _Record:
         if output.hidden_states is not None:
             self.hidden_states += _per_token(output.hidden_states, emitted, prefill)
         if output.attentions is not None:
-            self.attentions += _attention_per_token(output.attentions, emitted, prefill)
+            self.attentions += _attention_per_token(output.attentions, emitted, prefill, self.windows)
 
 
 def _per_token(states: tuple[torch.Tensor, ...], emitted: int, prefill: bool) -> list[tuple[torch.Tensor, ...]]:
@@ -164,16 +166,23 @@ def _per_token(states: tuple[torch.Tensor, ...], emitted: int, prefill: bool) ->
 
 
 def _attention_per_token(
-    weights: tuple[torch.Tensor, ...], emitted: int, prefill: bool
+    weights: tuple[torch.Tensor, ...], emitted: int, prefill: bool, windows: list[int | None]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Attention weights as plain decoding returns them, each token without the keys drafted after it."""
+    """Attention weights as plain decoding returns them.
+
+    Each token has neither the keys drafted after it nor, in a layer with a sliding window, those before the window,
+    which the first drafted tokens could still see.
+    """
     if prefill:
         return [weights]
-    queries = weights[0].shape[2]
-    return [
-        tuple(layer[:, :, index : index + 1, : layer.shape[3] - (queries - 1 - index)] for layer in weights)
-        for index in range(emitted)
-    ]
+    tokens = []
+    for index in range(emitted):
+        layers = []
+        for layer, window in zip(weights, windows, strict=True):
+            end = layer.shape[3] - (layer.shape[2] - 1 - index)
+            layers.append(layer[:, :, index : index + 1, max(0, end - window) if window else 0 : end])
+        tokens.append(tuple(layers))
+    return tokens
 
 
 @dataclass
@@ -214,9 +223,9 @@ class _Loop:
         raw, scores = self._process(output, self.sequence_ids)
         next_ids = self._pick(scores[:, -1])
         self._emit(output, raw, scores, next_ids[:, None])
-        positions = self.session.positions(output.states.shape[1])
+        states, positions = self.session.without_padding(output.states)
         self.session.commit(emitted=1)
-        self.drafts.add_context(output.states, positions)
+        self.drafts.add_context(states, positions)
 
     def _round(self) -> None:
         """Drafts, verifies and commits once."""
@@ -312,7 +321,7 @@ class _Loop:
             return (ends.index(True) + 1, True) if True in ends else (count, at_limit)
         recorded = tuple(self.record.scores) if self.record.wants_scores else None
         for index in range(1, count + 1):
-            seen = recorded and (*recorded, *scores[:, :index].unbind(dim=1))
+            seen = None if recorded is None else (*recorded, *scores[:, :index].unbind(dim=1))
             if bool(self.criteria(candidate[:, : length + index], seen).all()):
                 return index, True
         return count, False

@@ -42,7 +42,7 @@ class TargetSession:
         model_kwargs: what `generate` prepared for the target's forward.
 
     Raises:
-        ValueError: without a cache.
+        ValueError: without a cache, or with one that cannot be rolled back.
     """
 
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int], model_kwargs: dict[str, Any]) -> None:
@@ -50,6 +50,7 @@ class TargetSession:
         self.target_layer_ids = target_layer_ids
         self.model_kwargs = model_kwargs
         cache = model_kwargs.get(_compat.CACHE_ARGUMENT)
+        _compat.check_rollback(cache, target)
         if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
             raise ValueError("A drafter needs the target's cache, and `use_cache` is false; leave it at true.")
         self.cache = cache
@@ -60,13 +61,29 @@ class TargetSession:
     @torch.no_grad()
     def prefill(self, input_ids: torch.Tensor) -> TargetOutput:
         """Runs the prompt `(batch, length)`, or what of it is not in the cache yet."""
-        cached = self.cache.get_seq_length()
         output = self._forward(
-            input_ids, self.model_kwargs, input_ids.shape[1] - cached if cached else None, is_first_iteration=True
+            input_ids, self.model_kwargs, self._uncached(input_ids.shape[1]), is_first_iteration=True
         )
         _compat.prepare_cache_for_rollback(self.cache, self.target)
-        self.length = self.cache.get_seq_length()
+        # A static cache returns the tensor that it counts in.
+        self.length = int(self.cache.get_seq_length())
         return output
+
+    def _uncached(self, length: int) -> int | None:
+        """How many of the last `length` prompt tokens to run, `None` for all of them.
+
+        A cache that the user passes back comes with the whole text, or with its new tokens only and a mask of the
+        whole text.
+        """
+        cached = int(self.cache.get_seq_length())
+        if not cached:
+            return None
+        if (embeddings := self.model_kwargs.get("inputs_embeds")) is not None:
+            return embeddings.shape[1] - cached
+        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
+        # `generate` drops a mask of ones, but made positions of the same length from it.
+        whole = next((known.shape[-1] for known in (mask, position_ids) if known is not None), length)
+        return length - cached if whole == length else None
 
     @torch.no_grad()
     def verify(self, sequence_ids: torch.Tensor, draft_ids: torch.Tensor) -> TargetOutput:
@@ -100,6 +117,16 @@ class TargetSession:
             hidden_states=outputs.hidden_states if self.wants_hidden_states else None,
             attentions=outputs.attentions if self.wants_attentions else None,
         )
+
+    def without_padding(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States `(1, n, m * d)` of the prompt's last positions and their text positions `(1, n)`, less padding."""
+        inputs = states.shape[1]
+        positions = self.positions(inputs)
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is None:
+            return states, positions
+        is_text = mask[0, -inputs:].bool()
+        return states[:, is_text.to(states.device)], positions[:, is_text.to(positions.device)]
 
     def positions(self, inputs: int) -> torch.Tensor:
         """Text positions `(batch, inputs)` of the last `inputs` tokens of the committed sequence."""
