@@ -40,7 +40,7 @@ from .oracles import make_oracle
 
 CASE = "qwen3-dspark-vanilla"
 GAMMA = 7
-NEW_TOKENS = 40
+NEW_TOKENS = 30
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +330,7 @@ def processor_options(text):
     middle = text[12]
     return {
         "min_new_tokens": {"min_new_tokens": 20, "eos_token_id": middle, "pad_token_id": 0},
-        "min_length": {"min_length": 60, "eos_token_id": middle, "pad_token_id": 0},
+        "min_length": {"min_length": 56, "eos_token_id": middle, "pad_token_id": 0},
         "bad_words_ids": {"bad_words_ids": [[text[3]], [text[8], text[9]]]},
         "repetition_penalty": {"repetition_penalty": 1.8},
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -392,9 +392,11 @@ def test_processor_with_state(target, drafter, prompt, options, name, route):
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6, "top_k": 0}, {"min_p": 1.0, "top_k": 0}])
 def test_sampling_from_one_token_is_greedy(target, drafter, prompt, text, options):
+    drafted(target, drafter, prompt)
+    accepted = rounds(drafter, "accepted")
     output = drafted(target, drafter, prompt, do_sample=True, temperature=1.7, **options)
     assert output[0, prompt.shape[1] :].tolist() == text
-    assert sum(rounds(drafter, "accepted")) > 0
+    assert rounds(drafter, "accepted") == accepted  # the drafts are processed too
 
 
 @pytest.mark.parametrize(
@@ -561,8 +563,7 @@ def test_static_cache(family, given):
     else:
         options = {_compat.CACHE_ARGUMENT: StaticCache(config=model.config, max_cache_len=64)}
     options["disable_compile"] = True
-    probe = StaticCache(config=model.config, max_cache_len=8)
-    if not probe.is_croppable:
+    if not StaticCache(config=model.config, max_cache_len=64).is_croppable:
         with pytest.raises(ValueError, match="cannot be rolled back"):
             drafted(model, oracle, ids, max_new_tokens=20, **options)
         return

@@ -36,8 +36,9 @@ def generate(
     from .show import legend, show
 
     with user_errors():
-        _check(prompt, max_new_tokens, temperature, dtype, repeats)
+        _check(prompt, max_new_tokens, temperature, top_k, top_p, dtype, repeats)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        _check_device(device)
         model, tokenizer = _load_target(target, device, dtype)
         helper = AutoDrafter.from_pretrained(drafter).to(device=model.device, dtype=model.dtype)
         helper.check_target(model)
@@ -56,17 +57,33 @@ def generate(
         console.print(str(comparison.stats[-1]), highlight=False)
 
 
-def _check(prompt: str, max_new_tokens: int, temperature: float, dtype: str, repeats: int) -> None:
+def _check(
+    prompt: str, max_new_tokens: int, temperature: float, top_k: int, top_p: float, dtype: str, repeats: int
+) -> None:
     if not prompt:
         raise ValueError("PROMPT is empty; give some text to go on from.")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
     if temperature < 0:
         raise ValueError(f"--temperature is {temperature}; use 0 for greedy decoding or a positive number.")
+    if top_k < 0:
+        raise ValueError(f"--top-k is {top_k}; use 0 for all tokens or a positive number.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p is {top_p}; it is a probability above 0, 1 for all tokens.")
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; it must be at least 1.")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype is {dtype!r}; choose auto, float32, bfloat16 or float16.")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device is {device!r}, which cannot be used here: {reason}") from error
 
 
 def _load_target(name: str, device: str, dtype: str) -> tuple[Any, Any]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .errors import user_errors
+
 
 class MarkovHead(str, enum.Enum):
     """Kinds of sequential head."""
@@ -77,7 +79,7 @@ def train(
     from ..models import DSparkConfig
     from ..training import DSparkTrainingArguments, find_checkpoint, load_target, train_drafter
 
-    try:
+    with user_errors():
         _check_file("--data", data)
         if eval_data is not None:
             _check_file("--eval-data", eval_data)
@@ -127,9 +129,6 @@ def train(
             split_long=split_long,
             resume=checkpoint or False,
         )
-    except (ValueError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     typer.echo(f"The drafter is in {os.fspath(Path(output))}.")
 
 
