@@ -159,6 +159,10 @@ def test_draft_length(target, drafter, prompt, text, options, expected):
         ({"dspark_confidence_threshold": -0.1}, ValueError, "is -0.1; it is a probability"),
         ({"dspark_confidence_threshold": 1.1}, ValueError, "is 1.1; it is a probability"),
         ({"dspark_confidence_threshold": float("nan")}, ValueError, "it is a probability"),
+        ({"dspark_confidence_threshold": "0.5"}, TypeError, "give a probability"),
+        ({"dspark_confidence_threshold": True}, TypeError, "give a probability"),
+        ({"num_assistant_tokens": 2.5}, TypeError, "`num_assistant_tokens` is 2.5"),
+        ({"num_beams": 2}, ValueError, "`num_beams` is 2"),
     ],
 )
 def test_values_out_of_range(target, drafter, prompt, options, error, says):

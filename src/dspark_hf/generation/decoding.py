@@ -105,6 +105,11 @@ def _check_call(
             f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call "
             "it once per prompt, or leave out `assistant_model` for the batch."
         )
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(
+            f"`num_beams` is {generation_config.num_beams}; beam search cannot be drafted. Set it to 1, or leave out "
+            "`assistant_model`."
+        )
     if generation_config.prefill_chunk_size is not None:
         raise ValueError(
             "`prefill_chunk_size` is not supported with a drafter, which needs the whole prompt's states."

@@ -46,6 +46,7 @@ def resolve_settings(
 
     Raises:
         ValueError: for a value out of range.
+        TypeError: for a value that is no number.
     """
     if num_draft_tokens is None:
         num_draft_tokens = getattr(generation_config, "dspark_num_draft_tokens", None)
@@ -70,16 +71,22 @@ def _draft_tokens(drafter: DSparkDrafter, explicit: int | None, cap: int | None)
         return explicit
     if cap is None:
         return gamma
+    if isinstance(cap, bool) or not isinstance(cap, int):
+        raise TypeError(f"`num_assistant_tokens` is {cap!r}; give a whole number.")
     if cap < 1:
         raise ValueError(
             f"`num_assistant_tokens` is {cap}; a drafter needs at least 1. To generate without drafting, leave out "
             "`assistant_model`."
         )
-    return min(int(cap), gamma)
+    return min(cap, gamma)
 
 
 def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:
-    if threshold is None or threshold == 0:
+    if threshold is None:
+        return 0.0
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(f"`dspark_confidence_threshold` is {threshold!r}; give a probability, from 0 to 1.")
+    if threshold == 0:
         return 0.0
     if not 0 <= threshold <= 1:
         raise ValueError(f"`dspark_confidence_threshold` is {threshold}; it is a probability, from 0 to 1.")
