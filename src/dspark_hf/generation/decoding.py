@@ -105,11 +105,7 @@ def _check_call(
             f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call "
             "it once per prompt, or leave out `assistant_model` for the batch."
         )
-    if (generation_config.num_beams or 1) > 1:
-        raise ValueError(
-            f"`num_beams` is {generation_config.num_beams}; beam search cannot be drafted. Set it to 1, or leave out "
-            "`assistant_model`."
-        )
+    check_beams(generation_config)
     if generation_config.prefill_chunk_size is not None:
         raise ValueError(
             "`prefill_chunk_size` is not supported with a drafter, which needs the whole prompt's states."
@@ -117,6 +113,15 @@ def _check_call(
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError("`assistant_ensemble_weight` mixes the drafter into the output; a drafter is lossless only.")
     check_processors(processors)
+
+
+def check_beams(generation_config: GenerationConfig) -> None:
+    """Raises `ValueError` for beam search."""
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(
+            f"`num_beams` is {generation_config.num_beams}; beam search cannot be drafted. Set it to 1, or leave out "
+            "`assistant_model`."
+        )
 
 
 def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import _compat
 from ..models import DSparkDrafter
-from .decoding import speculative_decode
+from .decoding import check_beams, speculative_decode
 from .settings import GENERATION_OPTIONS
 
 
@@ -85,8 +85,10 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         drafter = _our_drafter(generation_mode_kwargs.get("assistant_model"), generation_config)
         if drafter is not None:
-            # First, since the original takes a drafter of another target for one with another tokenizer.
+            # Before the original, which takes a drafter of another target for one with another tokenizer. With beams
+            # `generate` would go on without the drafter.
             drafter.check_target(self)
+            check_beams(generation_config)
         original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate_generation_mode
