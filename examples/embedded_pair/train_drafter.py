@@ -39,7 +39,7 @@ class DrafterTrainingArguments(DSparkTrainingArguments):
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences in a step."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences in an evaluation step."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the text."})
+    max_steps: int = field(default=2000, metadata={"help": "Number of optimizer steps."})
     logging_steps: float = field(default=20, metadata={"help": "Steps between two log lines."})
     save_steps: float = field(default=200, metadata={"help": "Steps between two checkpoints."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints kept."})
