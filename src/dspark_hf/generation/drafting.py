@@ -23,7 +23,7 @@ class Proposal:
     Attributes:
         ids: `(batch, k)`.
         probs: `(batch, k, vocab)`, the processed distributions that `ids` were drawn from; `None` when greedy.
-        confidence_logits: `(batch, k)`, `None` without a confidence head.
+        confidence_logits: `(batch, k)`; `None` without a confidence head, or where no threshold asks for it.
     """
 
     ids: torch.Tensor
@@ -67,22 +67,24 @@ class DraftSession:
     def draft(self, sequence_ids: torch.Tensor, count: int) -> Proposal:
         """Drafts `count` tokens after `sequence_ids (batch, length)`, whose last token is the anchor."""
         hidden, base_logits = self._parallel_stage(sequence_ids[:, -1:])
-        first = sequence_ids.shape[1]
         sequence_ids = sequence_ids.to(hidden.device)
-        probs: list[torch.Tensor] = []
-        state = None
+        ids, probs, state = [sequence_ids[:, -1]], [], None
         for position in range(count):
-            logits, state = self.drafter.draft_step(
-                base_logits[:, position], hidden[:, position], sequence_ids[:, -1], state
-            )
+            logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
+            if position and len(self.processors) > 0:
+                sequence_ids = torch.cat([sequence_ids, ids[-1][:, None]], dim=1)
             next_ids, next_probs = self._choose(sequence_ids, logits)
+            ids.append(next_ids)
             if next_probs is not None:
                 probs.append(next_probs)
-            sequence_ids = torch.cat([sequence_ids, next_ids[:, None]], dim=1)
+        path = torch.stack(ids, dim=1)
+        wants_confidence = self.settings.confidence_threshold > 0
         return Proposal(
-            ids=sequence_ids[:, first:],
+            ids=path[:, 1:],
             probs=torch.stack(probs, dim=1) if probs else None,
-            confidence_logits=self.drafter.confidence_logits(hidden[:, :count], sequence_ids[:, first - 1 : -1]),
+            confidence_logits=(
+                self.drafter.confidence_logits(hidden[:, :count], path[:, :-1]) if wants_confidence else None
+            ),
         )
 
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
