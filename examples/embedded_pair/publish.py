@@ -33,7 +33,8 @@ TARGET_NAME = "dspark-hf/embedded-target"
 class PublishArguments:
     """Where the trained pair is."""
 
-    work_dir: str = field(default="build/embedded_pair", metadata={"help": "Folder with `target` and `drafter`."})
+    work_dir: str = field(default="build/embedded_pair", metadata={"help": "Folder with the target and the drafter."})
+    drafter: str = field(default="drafter_stage2", metadata={"help": "Folder of the drafter in `work_dir`."})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def main() -> None:
     (args,) = HfArgumentParser(PublishArguments).parse_args_into_dataclasses()
     work_dir = Path(args.work_dir)
     copy_model(work_dir / "target", TARGET, TARGET_FILES)
-    copy_model(work_dir / "drafter", DRAFTER, DRAFTER_FILES)
+    copy_model(work_dir / args.drafter, DRAFTER, DRAFTER_FILES)
     name_target(DRAFTER / "config.json")
     common = {"license": "apache-2.0", "library_name": "transformers", "language": "en"}
     target_data = ModelCardData(pipeline_tag="text-generation", tags=["dspark-hf", "tiny"], **common)

@@ -1,6 +1,10 @@
 """Trains the drafter of the embedded pair on the text that the target wrote.
 
-python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
+The drafter that comes with the package was trained in two stages, the second a warm start from the first:
+
+    python examples/embedded_pair/train_drafter.py
+    python examples/embedded_pair/train_drafter.py --warm_start build/embedded_pair/drafter \\
+        --output_dir build/embedded_pair/drafter_stage2 --learning_rate 1e-3 --max_steps 1100 --seed 43
 """
 
 import logging
@@ -25,6 +29,9 @@ class DrafterArguments:
     block_size: int = field(default=7, metadata={"help": "Tokens drafted in one round."})
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
     markov_head_type: str = field(default="vanilla", metadata={"help": "`vanilla`, `gated` or `rnn`."})
+    warm_start: str | None = field(
+        default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the fields above."}
+    )
 
 
 @dataclass
@@ -64,7 +71,7 @@ def main() -> None:
     train_drafter(
         target,
         str(work_dir / "drafter_train.jsonl"),
-        get_drafter(target, config, tokenizer=tokenizer) if checkpoint is None else checkpoint,
+        checkpoint or drafter_args.warm_start or get_drafter(target, config, tokenizer=tokenizer),
         training_args,
         tokenizer=tokenizer,
         eval_data=str(work_dir / "drafter_eval.jsonl"),

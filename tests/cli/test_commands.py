@@ -241,8 +241,7 @@ def test_prompts_are_read_in_order(monkeypatch, tmp_path):
     assert embedded.load_prompts() == prompts
 
 
-# TODO: remove the skip once the embedded pair is in the package.
-@pytest.mark.skipif(not embedded.TARGET.is_dir(), reason="the embedded pair is not in the package yet")
+@pytest.mark.slow
 def test_demo_with_the_embedded_pair():
     result = run("demo", "--max-new-tokens", 24, "--repeats", 1)
     assert result.exit_code == 0, result.output
