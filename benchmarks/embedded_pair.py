@@ -6,7 +6,7 @@ and the range over the repeats are reported. Accepted length is tokens per round
 models loop when they decode greedily, and loops are easy to draft: the share of repeated 8-grams stands beside each
 figure, and sampling at temperature 1 is the headline.
 
-    python benchmarks/embedded_pair.py --prompts-per-kind 6 --repeats 5
+    python benchmarks/embedded_pair.py --prompts-per-kind 5 --repeats 5
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def summarise(rows: list[dict[str, Any]], decoding: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts-per-kind", type=int, default=6)
+    parser.add_argument("--prompts-per-kind", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

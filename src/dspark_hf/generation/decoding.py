@@ -72,7 +72,7 @@ def speculative_decode(
         ValueError: for a drafter of another target, more than one row, or options under which the output would not be
             the target's.
     """
-    _check_call(target, input_ids, logits_processor, generation_config)
+    _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
     drafter.bind_target(target)
     settings = resolve_settings(drafter, generation_config, dspark_num_draft_tokens, dspark_confidence_threshold)
     session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs)
@@ -97,6 +97,7 @@ def _check_call(
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder model; drafters serve decoder-only targets.")
@@ -105,6 +106,8 @@ def _check_call(
             f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call "
             "it once per prompt, or leave out `assistant_model` for the batch."
         )
+    if input_ids.shape[1] == 0 and "inputs_embeds" not in model_kwargs:
+        raise ValueError("The prompt is empty: `input_ids` has no token. Give at least one, such as the BOS token.")
     check_beams(generation_config)
     if generation_config.prefill_chunk_size is not None:
         raise ValueError(

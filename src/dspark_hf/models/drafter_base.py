@@ -82,6 +82,12 @@ class Drafter(PreTrainedModel):
         if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
             raise ValueError(f"The target {_name(target)} has no embeddings or no LM head that a drafter could use.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The target is not pickled with its drafter: a copy in another process binds its own.
+        state = self.__dict__.copy()
+        state.pop("_compiled_call_impl", None)
+        return {**state, "_target_modules": None}
+
     def _make_own_embeddings(self) -> None:
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)

@@ -59,10 +59,13 @@ class DSparkTrainingArguments(TrainingArguments):
 
     def _check(self) -> None:
         """Raises `ValueError` for an option that no training can use."""
-        for name, least in (("num_anchors", 1), ("max_length", 2), ("loss_chunk_size", 1)):
+        at_least = {"num_anchors": 1, "max_length": 2, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
+        for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"`{name}` is {value}; it must be at least {least}.")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(f"`max_steps` is {self.max_steps}; give a positive number, or -1 to count in epochs.")
         weights = {name: getattr(self, name) for name in ("ce_weight", "tv_weight", "confidence_weight")}
         for name, value in weights.items():
             if value < 0:
