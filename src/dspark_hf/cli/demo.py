@@ -21,6 +21,7 @@ def demo(
     One held-out prompt of each kind is shown with its accepted tokens in colour; a table then gives accepted length
     and speed, greedy and sampled at temperature 1.
     """
+    import torch
     from rich.console import Console
     from rich.table import Table
 
@@ -31,6 +32,8 @@ def demo(
     with user_errors():
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+        # Models this small gain nothing from a second thread, and lose much where another process holds its core.
+        torch.set_num_threads(1)
         target, tokenizer, drafter = load_embedded_pair()
         console = Console()
         console.print(legend())
