@@ -29,7 +29,7 @@ class GenerationArguments:
     work_dir: str = field(
         default="build/embedded_pair", metadata={"help": "Folder of the prepared text and the trained target."}
     )
-    train_batches: int = field(default=51, metadata={"help": "Batches of training rows."})
+    train_batches: int = field(default=90, metadata={"help": "Batches of training rows."})
     eval_batches: int = field(default=2, metadata={"help": "Batches of evaluation rows."})
     batch_size: int = field(default=64, metadata={"help": "Rows in a batch."})
     sequence_length: int = field(default=288, metadata={"help": "Tokens in a row, the prompt included."})

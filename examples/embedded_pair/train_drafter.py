@@ -27,8 +27,9 @@ class DrafterArguments:
     )
     num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the drafter."})
     block_size: int = field(default=7, metadata={"help": "Tokens drafted in one round."})
+    intermediate_size: int = field(default=704, metadata={"help": "Width of the drafter's MLPs."})
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
-    markov_head_type: str = field(default="vanilla", metadata={"help": "`vanilla`, `gated` or `rnn`."})
+    markov_head_type: str = field(default="rnn", metadata={"help": "`vanilla`, `gated` or `rnn`."})
     warm_start: str | None = field(
         default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the fields above."}
     )
@@ -46,7 +47,7 @@ class DrafterTrainingArguments(DSparkTrainingArguments):
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences in a step."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences in an evaluation step."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    max_steps: int = field(default=2000, metadata={"help": "Number of optimizer steps."})
+    max_steps: int = field(default=3000, metadata={"help": "Number of optimizer steps."})
     logging_steps: float = field(default=20, metadata={"help": "Steps between two log lines."})
     save_steps: float = field(default=200, metadata={"help": "Steps between two checkpoints."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints kept."})
@@ -65,6 +66,7 @@ def main() -> None:
     config = DSparkConfig(
         num_hidden_layers=drafter_args.num_hidden_layers,
         block_size=drafter_args.block_size,
+        intermediate_size=drafter_args.intermediate_size,
         markov_rank=drafter_args.markov_rank,
         markov_head_type=drafter_args.markov_head_type,
     )

@@ -16,7 +16,8 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 MINIMUM_TRANSFORMERS = "5.18.0"
@@ -100,9 +101,16 @@ def unregister_generation_options(names: tuple[str, ...]) -> None:
             delattr(GenerationConfig, name)
 
 
-def eos_token_ids(generation_config: GenerationConfig) -> torch.Tensor | None:
-    """End-of-sequence ids `(n,)` as `generate` prepared them; `None` where generation has no such token."""
-    return getattr(generation_config, "_eos_token_tensor", None)
+def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
+    """End-of-sequence ids as `generate` prepared them; empty where generation has no such token."""
+    ids = getattr(generation_config, "_eos_token_tensor", None)
+    return [] if ids is None else ids.flatten().tolist()
+
+
+def pad_token_id(generation_config: GenerationConfig) -> int:
+    """The id that fills up rows that have ended, as `generate` prepared it; 0 where it never comes to that."""
+    token = getattr(generation_config, "_pad_token_tensor", None)
+    return 0 if token is None else int(token)
 
 
 # --- caches --------------------------------------------------------------------------------------------------------
@@ -136,6 +144,57 @@ def crop_cache(cache: Cache, rejected: int) -> None:
     Sliding-window layers keep more than their window until they are cropped.
     """
     cache.crop(-rejected)
+
+
+# Layers whose columns can be moved; a dummy stands for a layer that reads another one's keys.
+_MOVABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+
+
+def check_realignment(cache: Cache, target: PreTrainedModel) -> None:
+    """Raises `ValueError` where the rows of `cache` cannot be moved apart, as a batch needs."""
+    kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _MOVABLE_LAYERS})
+    if kinds:
+        raise ValueError(
+            f"The cache has layers of type {kinds}, whose rows cannot go on at different lengths, so several prompts "
+            "cannot be drafted at once. Leave `cache_implementation` and the cache unset, or call `generate` once "
+            "per prompt."
+        )
+    if "chunked_attention" in (getattr(target.config.get_text_config(decoder=True), "layer_types", None) or []):
+        raise ValueError(
+            f"{type(target).__name__} has chunked attention, under which rows cannot go on at different lengths. Call "
+            "`generate` once per prompt, or leave out `assistant_model`."
+        )
+
+
+def realign_cache(cache: Cache, rows: torch.Tensor, columns: torch.Tensor, total: int) -> None:
+    """Replaces what `cache` holds: column j of new row i is column `columns[i, j]` of the old row `rows[i]`.
+
+    Args:
+        cache: a cache that passed `check_realignment`, after a forward pass and before `crop`.
+        rows: `(new rows,)`.
+        columns: `(new rows, new columns)`; negative where the new row has padding, which may hold anything.
+        total: columns that the cache has seen.
+    """
+    width = columns.shape[1]
+    for layer in cache.layers:
+        if not layer.is_initialized or layer.keys is None:
+            continue
+        kept = columns
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            kept = columns[:, -min(width, layer.sliding_window - 1) :]
+            layer.cumulative_length = width
+        held = layer.keys.shape[-2]
+        kept = (kept - (total - held)).clamp(min=0)
+        layer.keys = _take_columns(layer.keys, rows, kept)
+        layer.values = _take_columns(layer.values, rows, kept)
+
+
+def _take_columns(states: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`states (batch, heads, n, dim)` to `(new rows, heads, new columns, dim)`."""
+    _, heads, held, dim = states.shape
+    rows, columns = rows.to(states.device), columns.to(states.device)
+    lines = (rows[:, None] * heads + torch.arange(heads, device=states.device))[:, :, None] * held + columns[:, None]
+    return states.reshape(-1, dim).index_select(0, lines.flatten()).view(*lines.shape, dim)
 
 
 def attention_windows(cache: Cache, target: PreTrainedModel) -> list[int | None]:

@@ -48,8 +48,8 @@ class Comparison:
     @property
     def accepted_length(self) -> float:
         """Mean tokens per round over all repeats, the bonus token included."""
-        rounds = [entry.emitted for stats in self.stats for entry in stats.rounds]
-        return statistics.fmean(rounds) if rounds else 0.0
+        rounds = [entry for stats in self.stats for entry in stats.rounds]
+        return sum(entry.emitted for entry in rounds) / sum(entry.rows for entry in rounds) if rounds else 0.0
 
     def origins(self) -> list[bool]:
         """For each token of `draft_ids`, whether it was drafted (true) or the target's own (false)."""

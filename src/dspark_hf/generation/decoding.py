@@ -6,15 +6,12 @@ does for plain decoding. Its output is the target's own: token for token when gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import (
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
-    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -24,11 +21,14 @@ from transformers.utils import logging
 
 from .. import _compat
 from ..models import DSparkDrafter
-from .drafting import DraftSession, Proposal, length_up_to_end
-from .settings import check_processors, resolve_settings
+from .drafting import DraftSession, Proposal
+from .processing import RowProcessors, check_processors
+from .record import Record
+from .rows import Rows
+from .settings import DecodingSettings, resolve_settings
 from .stats import GenerationStats, RoundStats, Stopwatch
 from .target import TargetOutput, TargetSession
-from .verification import Verdict, sample, verify_greedy, verify_sampled
+from .verification import Verdict, verify_greedy, verify_sampled
 
 logger = logging.get_logger(__name__)
 
@@ -55,36 +55,35 @@ def speculative_decode(
 
     Args:
         target: the model whose text this is.
-        input_ids: `(1, length)` prompt.
+        input_ids: `(batch, length)` prompts, padded on the left.
         logits_processor: processors that `generate` prepared.
         stopping_criteria: criteria that `generate` prepared; asked after every token.
         generation_config: the call's merged generation config.
         drafter: a drafter made for `target`.
-        streamer: receives each new token as soon as it is verified.
+        streamer: receives the new tokens, one column of the batch at a time.
         dspark_num_draft_tokens: most tokens drafted in a round, 1 to γ.
         dspark_confidence_threshold: see `DecodingSettings`.
         model_kwargs: what `generate` prepared for the target's forward.
 
     Returns:
-        `(1, length + new)` token ids, or the dictionary that `return_dict_in_generate` asks for.
+        `(batch, length + new)` token ids, or the dictionary that `return_dict_in_generate` asks for.
 
     Raises:
-        ValueError: for a drafter of another target, more than one row, or options under which the output would not be
-            the target's.
+        ValueError: for a drafter of another target, or options under which the output would not be the target's.
     """
     _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
     drafter.bind_target(target)
     settings = resolve_settings(drafter, generation_config, dspark_num_draft_tokens, dspark_confidence_threshold)
-    session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs)
     loop = _Loop(
-        session=session,
-        drafts=DraftSession(drafter, logits_processor, settings),
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        config=generation_config,
-        streamer=streamer,
-        record=_Record(generation_config, _compat.attention_windows(session.cache, target)),
-        sequence_ids=input_ids,
+        target,
+        drafter,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        settings,
+        streamer,
+        model_kwargs,
     )
     drafter.last_stats = loop.stats
     loop.run()
@@ -101,11 +100,6 @@ def _check_call(
 ) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder model; drafters serve decoder-only targets.")
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"`input_ids` has {input_ids.shape[0]} rows; `generate` with a drafter takes one prompt at a time. Call "
-            "it once per prompt, or leave out `assistant_model` for the batch."
-        )
     if input_ids.shape[1] == 0 and "inputs_embeds" not in model_kwargs:
         raise ValueError("The prompt is empty: `input_ids` has no token. Give at least one, such as the BOS token.")
     check_beams(generation_config)
@@ -131,7 +125,7 @@ def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
     drafting = [entry for entry in stats.rounds if entry.verified > 0]
     if len(drafting) < COLLAPSE_ROUNDS:
         return
-    length = sum(entry.emitted for entry in drafting) / len(drafting)
+    length = sum(entry.emitted for entry in drafting) / sum(entry.rows for entry in drafting)
     if length < COLLAPSED_LENGTH:
         logger.warning_once(
             f"The drafter's mean accepted length is {length:.2f} over {len(drafting)} rounds: the text is right, but "
@@ -140,214 +134,159 @@ def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
         )
 
 
-@dataclass
-class _Record:
-    """What `return_dict_in_generate` returns beside the sequence, one entry per new token."""
-
-    config: GenerationConfig
-    windows: list[int | None]
-    scores: list[torch.Tensor] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    attentions: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    hidden_states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.active = bool(self.config.return_dict_in_generate)
-        self.wants_logits = self.active and bool(self.config.output_logits)
-        self.wants_scores = self.active and bool(self.config.output_scores)
-
-    def add(self, output: TargetOutput, raw: torch.Tensor | None, scores: torch.Tensor, emitted: int) -> None:
-        """Records `emitted` tokens that one forward pass with `scores (1, n, vocab)` gave."""
-        if not self.active:
-            return
-        if self.wants_scores:
-            self.scores += [scores[:, index] for index in range(emitted)]
-        if self.wants_logits and raw is not None:
-            self.logits += [raw[:, index] for index in range(emitted)]
-        prefill = not self.hidden_states if output.hidden_states is not None else not self.attentions
-        if output.hidden_states is not None:
-            self.hidden_states += _per_token(output.hidden_states, emitted, prefill)
-        if output.attentions is not None:
-            self.attentions += _attention_per_token(output.attentions, emitted, prefill, self.windows)
-
-
-def _per_token(states: tuple[torch.Tensor, ...], emitted: int, prefill: bool) -> list[tuple[torch.Tensor, ...]]:
-    """Hidden states as plain decoding returns them: the whole prompt first, then one position per token."""
-    if prefill:
-        return [states]
-    return [tuple(state[:, index : index + 1] for state in states) for index in range(emitted)]
-
-
-def _attention_per_token(
-    weights: tuple[torch.Tensor, ...], emitted: int, prefill: bool, windows: list[int | None]
-) -> list[tuple[torch.Tensor, ...]]:
-    """Attention weights as plain decoding returns them.
-
-    Each token has neither the keys drafted after it nor, in a layer with a sliding window, those before the window,
-    which the first drafted tokens could still see.
-    """
-    if prefill:
-        return [weights]
-    tokens = []
-    for index in range(emitted):
-        layers = []
-        for layer, window in zip(weights, windows, strict=True):
-            end = layer.shape[3] - (layer.shape[2] - 1 - index)
-            layers.append(layer[:, :, index : index + 1, max(0, end - window) if window else 0 : end])
-        tokens.append(tuple(layers))
-    return tokens
-
-
-@dataclass
 class _Loop:
-    """State of one decoding loop."""
+    """One decoding loop over a batch of rows."""
 
-    session: TargetSession
-    drafts: DraftSession
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    streamer: BaseStreamer | None
-    record: _Record
-    sequence_ids: torch.Tensor
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.clock = Stopwatch(self.sequence_ids.device)
-        self.eos_ids = _compat.eos_token_ids(self.config)
-        # Length and end of sequence can be told for a whole round at once; anything else is asked token by token.
-        self.simple_ends = all(type(entry) in (MaxLengthCriteria, EosTokenCriteria) for entry in self.criteria)
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        settings: DecodingSettings,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        batch = input_ids.shape[0]
+        self.settings = settings
+        self.streamer = streamer
+        self.device = input_ids.device
+        self.session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs, batch)
+        self.record = Record(config, batch, _compat.attention_windows(self.session.cache, target))
+        self.rows = Rows(input_ids, config, criteria, streamer, self.record.scores_up_to)
+        self.processors = RowProcessors(processors, self.rows)
+        self.drafts = DraftSession(drafter, self.processors, settings)
+        self.stats = GenerationStats(batch=batch)
+        self.clock = Stopwatch(self.device)
 
     def run(self) -> None:
-        """Prefill, then rounds until the text ends."""
+        """Prefill, then rounds until every row has ended."""
         start = self.clock.now()
-        self._first_token(start)
-        while not self.finished:
+        self._prefill(start)
+        while self.active:
             self._round()
         self.stats.total_seconds = self.clock.seconds(start, self.clock.now())
         if self.streamer is not None:
             self.streamer.end()
 
-    def _first_token(self, start: Any) -> None:
-        """The prompt's forward pass, whose token is the target's own and the first anchor."""
-        output = self.session.prefill(self.sequence_ids)
+    def _prefill(self, start: Any) -> None:
+        """The prompts' forward pass, whose tokens are the target's own and the first anchors."""
+        self.active = self.rows.active
+        output = self.session.prefill(self.rows.buffer)
         self.stats.prefill_seconds = self.clock.seconds(start, self.clock.now())
-        raw, scores = self._process(output, self.sequence_ids)
-        next_ids = self._pick(scores[:, -1])
-        self._emit(output, raw, scores, next_ids[:, None])
-        states, positions = self.session.without_padding(output.states)
-        self.session.commit(emitted=1)
-        self.drafts.add_context(states, positions)
+        self.processors.begin_certain()
+        raw, scores = self._process(output, [[] for _ in self.active])
+        verdict = self._judge(self.drafts.nothing(len(self.active)), [0] * len(self.active), scores)
+        self.record.add_prompt(output, raw, scores)
+        self.rows.append(self.active, [[token] for token in verdict.next_ids.tolist()])
+        self.drafts.add_context(output.states, output.positions)
+        self._go_on([0] * len(self.active))
 
     def _round(self) -> None:
         """Drafts, verifies and commits once."""
         marks = [self.clock.now()]
-        draft = self._propose()
-        drafted = draft.ids.shape[1] if draft is not None else 0
-        proposed = self.drafts.confident_length(draft) if draft is not None else 0
-        proposal = self._to_verify(draft, proposed) if draft is not None else None
+        active = self.active
+        before = [self.rows.lengths[row] for row in active]
+        draft, proposed, drafts = self._propose()
+        proposal = draft.cut(max(map(len, drafts)))
         marks.append(self.clock.now())
-        draft_ids = proposal.ids.to(self.sequence_ids.device) if proposal is not None else self.sequence_ids[:, :0]
-        output = self.session.verify(self.sequence_ids, draft_ids)
+        output = self.session.verify(
+            torch.cat([self.rows.last_ids(active)[:, None], proposal.ids.to(self.device)], dim=1)
+        )
         marks.append(self.clock.now())
-        verified = draft_ids.shape[1]
-        raw, scores = self._process(output, torch.cat([self.sequence_ids, draft_ids], dim=1))
-        verdict = self._judge(proposal, draft_ids, scores)
-        accepted = int(verdict.accepted.item())
-        new_ids = torch.cat([draft_ids[:, :accepted], verdict.next_ids[:, None]], dim=1)
-        emitted = self._emit(output, raw, scores, new_ids)
-        self.session.commit(emitted, verified)
-        self.drafts.add_context(output.states[:, :emitted], self.session.positions(emitted + 1)[:, :-1])
+        lengths = [len(tokens) for tokens in drafts]
+        self.processors.begin()
+        raw, scores = self._process(output, drafts)
+        verdict = self._judge(proposal, lengths, scores)
+        accepted, next_ids = torch.stack([verdict.accepted, verdict.next_ids]).tolist()
+        tokens = [
+            [*row_draft[:count], token] for row_draft, count, token in zip(drafts, accepted, next_ids, strict=True)
+        ]
+        self.record.add(active, output, raw, scores, [len(new) for new in tokens])
+        emitted = self.rows.append(active, tokens)
+        self.processors.commit(active, before)
+        self._add_context(output, emitted)
+        self._go_on([output.states.shape[1] - count for count in emitted])
         self.stats.rounds.append(
             RoundStats(
-                drafted=drafted,
-                proposed=proposed,
-                verified=verified,
-                accepted=min(accepted, emitted),
-                emitted=emitted,
+                rows=len(active),
+                drafted=draft.ids.numel(),
+                proposed=sum(proposed),
+                verified=sum(lengths),
+                accepted=sum(map(min, accepted, emitted)),
+                emitted=sum(emitted),
                 draft_seconds=self.clock.seconds(marks[0], marks[1]),
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
             )
         )
 
-    def _propose(self) -> Proposal | None:
-        """What is drafted this round; `None` where the length limit leaves room for the target's token only."""
-        if self._room() <= 0:
-            return None
-        return self.drafts.draft(self.sequence_ids, self.drafts.settings.num_draft_tokens)
-
-    def _room(self) -> int:
-        """Drafted tokens that the length limit has room for, beside the token that is the target's own."""
-        return self.config.max_length - self.sequence_ids.shape[1] - 1
-
-    def _to_verify(self, draft: Proposal, proposed: int) -> Proposal:
-        """The part of the first `proposed` drafted tokens that could still be kept."""
-        length = min(proposed, self._room())
-        return draft.cut(length_up_to_end(draft.ids[:, :length], self.eos_ids))
-
-    def _process(self, output: TargetOutput, ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Raw logits, if they are asked for, and processed scores `(1, n, vocab)` of the last `n` ids."""
-        scores = output.logits.to(ids.device)
-        raw = scores.clone() if self.record.wants_logits else None
-        if len(self.processors) == 0:
-            return raw, scores
-        count = scores.shape[1]
-        processed = [
-            self.processors(ids[:, : ids.shape[1] - count + 1 + index], scores[:, index]) for index in range(count)
+    def _propose(self) -> tuple[Proposal, list[int], list[list[int]]]:
+        """The draft, its tokens per row that are confident enough, and those of them that can still be kept."""
+        if all(self.rows.room(row) <= 1 for row in self.active):
+            # The length limit leaves room for the target's token only.
+            nothing = [0] * len(self.active)
+            return self.drafts.nothing(len(self.active)), nothing, [[] for _ in self.active]
+        draft = self.drafts.draft(self.active, self.rows.last_ids(self.active), self.settings.num_draft_tokens)
+        proposed = self.drafts.confident_lengths(draft)
+        drafts = [
+            tokens[: self.rows.length_to_verify(tokens[:count], row)]
+            for row, tokens, count in zip(self.active, draft.ids.tolist(), proposed, strict=True)
         ]
-        return raw, torch.stack(processed, dim=1)
+        return draft, proposed, drafts
 
-    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
-        """The target's own next token: scores `(1, vocab)` to `(1,)`."""
-        return sample(torch.softmax(scores, dim=-1)) if self.drafts.settings.do_sample else scores.argmax(dim=-1)
+    def _process(
+        self, output: TargetOutput, drafts: list[list[int]]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Raw logits, if they are asked for, and processed scores `(batch, n, vocab)`."""
+        scores = output.logits.to(self.device)
+        raw = scores.clone() if self.record.wants_logits else None
+        return raw, self.processors.process(self.active, drafts, 0, scores)
 
-    def _judge(self, proposal: Proposal | None, draft_ids: torch.Tensor, scores: torch.Tensor) -> Verdict:
-        if proposal is None or draft_ids.shape[1] == 0:
-            return Verdict(accepted=scores.new_zeros(1, dtype=torch.long), next_ids=self._pick(scores[:, -1]))
+    def _judge(self, proposal: Proposal, lengths: list[int], scores: torch.Tensor) -> Verdict:
+        """Verifies the first `lengths` tokens of each row of the proposal."""
+        ids = proposal.ids.to(self.device)
+        counts = torch.tensor(lengths, device=self.device)
         if proposal.probs is None:
-            return verify_greedy(draft_ids, scores)
-        return verify_sampled(draft_ids, proposal.probs.to(scores.device), torch.softmax(scores, dim=-1))
+            return verify_greedy(ids, scores, counts)
+        target_probs = torch.softmax(scores, dim=-1)
+        return verify_sampled(ids, proposal.probs.to(self.device), target_probs, lengths=counts)
 
-    def _emit(
-        self, output: TargetOutput, raw: torch.Tensor | None, scores: torch.Tensor, new_ids: torch.Tensor
-    ) -> int:
-        """Adds `new_ids (1, n)` up to where the text ends; returns how many were added."""
-        length = self.sequence_ids.shape[1]
-        candidate = torch.cat([self.sequence_ids, new_ids], dim=1)
-        emitted, self.finished = self._ends(candidate, length, scores)
-        self.sequence_ids = candidate[:, : length + emitted]
-        self.record.add(output, raw, scores, emitted)
-        if self.streamer is not None:
-            for token in self.sequence_ids[:, length:].cpu().unbind(dim=1):
-                self.streamer.put(token)
-        return emitted
+    def _add_context(self, output: TargetOutput, emitted: list[int]) -> None:
+        """Gives the drafter the states of what each row keeps of the verified tokens."""
+        longest = max(1, *emitted) if len(emitted) > 1 else emitted[0]
+        positions = output.positions[:, :longest]
+        if min(emitted) < longest:
+            counts = torch.tensor(emitted, device=positions.device)
+            positions = positions.masked_fill(
+                torch.arange(longest, device=positions.device) >= counts[:, None], -1
+            )
+        self.drafts.add_context(output.states[:, :longest], positions)
 
-    def _ends(self, candidate: torch.Tensor, length: int, scores: torch.Tensor) -> tuple[int, bool]:
-        """How many tokens after `length` to keep of `candidate (1, length + n)`, and whether the text ends there."""
-        count = candidate.shape[1] - length
-        if self.simple_ends:
-            at_limit = candidate.shape[1] >= self.config.max_length
-            if self.eos_ids is None:
-                return count, at_limit
-            ends = torch.isin(candidate[0, length:], self.eos_ids.to(candidate.device)).tolist()
-            return (ends.index(True) + 1, True) if True in ends else (count, at_limit)
-        recorded = tuple(self.record.scores) if self.record.wants_scores else None
-        for index in range(1, count + 1):
-            seen = None if recorded is None else (*recorded, *scores[:, :index].unbind(dim=1))
-            if bool(self.criteria(candidate[:, : length + index], seen).all()):
-                return index, True
-        return count, False
+    def _go_on(self, rejected: list[int]) -> None:
+        """Rolls the caches back and lets rows that have ended leave the batch."""
+        staying = [index for index, row in enumerate(self.active) if not self.rows.ended[row]]
+        if staying:
+            self.session.commit(staying, [rejected[index] for index in staying])
+            if len(staying) < len(self.active):
+                self.drafts.keep(staying)
+        elif self.rows.batch == 1:
+            self.session.commit([0], rejected)
+        self.active = [self.active[index] for index in staying]
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns."""
-        if not self.record.active:
-            return self.sequence_ids
+        sequences = self.rows.sequences()
+        record = self.record
+        if not record.active:
+            return sequences
+        lengths = [length - self.rows.prompt_length for length in self.rows.lengths]
         return _compat.decoder_only_output(
-            self.session.cache,
-            sequences=self.sequence_ids,
-            scores=tuple(self.record.scores) if self.record.wants_scores else None,
-            logits=tuple(self.record.logits) if self.record.wants_logits else None,
-            attentions=tuple(self.record.attentions) or None,
-            hidden_states=tuple(self.record.hidden_states) or None,
+            self.session.cache if self.rows.batch == 1 else None,
+            sequences=sequences,
+            scores=record.columns(record.scores, lengths) if record.wants_scores else None,
+            logits=record.columns(record.logits, lengths) if record.wants_logits else None,
+            attentions=record.attention_weights(lengths),
+            hidden_states=record.hidden_states(lengths),
         )

@@ -1,7 +1,7 @@
 """Drafting: one parallel pass over the block, then one token after the other through the sequential head.
 
-Shape symbols: `batch`, `k` drafted tokens, `new` context positions since the last draft, `m` captured layers, `d` the
-hidden size, `vocab`.
+Shape symbols: `batch` rows that still generate, `k` drafted tokens, `new` context positions since the last draft, `m`
+captured layers, `d` the hidden size, `vocab`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import LogitsProcessorList
 
+from .. import _compat
 from ..models import DSparkDrafter
+from .processing import RowProcessors
 from .settings import DecodingSettings
 from .verification import leading_true, sample
 
@@ -40,7 +41,9 @@ class Proposal:
 
 
 class DraftSession:
-    """Drafts for one sequence, keeping the drafter's view of the context up to date.
+    """Drafts for a batch of rows, keeping the drafter's view of their context up to date.
+
+    The drafter's cache holds each row's context at its right end, with padding before it.
 
     Args:
         drafter: a drafter bound to its target.
@@ -48,32 +51,44 @@ class DraftSession:
         settings: the call's settings.
     """
 
-    def __init__(self, drafter: DSparkDrafter, processors: LogitsProcessorList, settings: DecodingSettings) -> None:
+    def __init__(self, drafter: DSparkDrafter, processors: RowProcessors, settings: DecodingSettings) -> None:
         self.drafter = drafter
         self.processors = processors
         self.settings = settings
         self.cache = drafter.make_cache()
+        # Text positions of the cache's columns, -1 for padding.
+        self._positions: torch.Tensor | None = None
         self._new_states: list[torch.Tensor] = []
         self._new_positions: list[torch.Tensor] = []
 
     def add_context(self, states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Takes captured target states `(batch, new, m * d)` at `positions (batch, new)`.
+        """Takes captured target states `(batch, new, m * d)` at `positions (batch, new)`, -1 where there is no text.
 
         Every accepted position must pass here once, in order, also those of rounds without a draft.
         """
         self._new_states.append(states)
         self._new_positions.append(positions)
 
-    def draft(self, sequence_ids: torch.Tensor, count: int) -> Proposal:
-        """Drafts `count` tokens after `sequence_ids (batch, length)`, whose last token is the anchor."""
-        hidden, base_logits = self._parallel_stage(sequence_ids[:, -1:])
-        sequence_ids = sequence_ids.to(hidden.device)
-        ids, probs, state = [sequence_ids[:, -1]], [], None
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some rows of the batch."""
+        self._new_states = [states[rows] for states in self._new_states]
+        self._new_positions = [positions[rows] for positions in self._new_positions]
+        if self._positions is not None:
+            self._positions = self._positions[rows]
+            self.cache.batch_select_indices(torch.tensor(rows, device=self._positions.device))
+
+    def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
+        """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`."""
+        hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
+        ids, probs, state = [anchor_ids.to(hidden.device)], [], None
+        drafts: list[list[int]] = [[] for _ in active]
+        self.processors.begin()
         for position in range(count):
             logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
-            if position and len(self.processors) > 0:
-                sequence_ids = torch.cat([sequence_ids, ids[-1][:, None]], dim=1)
-            next_ids, next_probs = self._choose(sequence_ids, logits)
+            if position and self.processors.needs_ids:
+                for draft, token in zip(drafts, ids[-1].tolist(), strict=True):
+                    draft.append(token)
+            next_ids, next_probs = self._choose(active, drafts, logits)
             ids.append(next_ids)
             if next_probs is not None:
                 probs.append(next_probs)
@@ -87,42 +102,62 @@ class DraftSession:
             ),
         )
 
+    def nothing(self, batch: int) -> Proposal:
+        """A proposal without tokens."""
+        device, vocab = self.drafter.device, self.drafter.config.vocab_size
+        probs = torch.empty(batch, 0, vocab, device=device) if self.settings.do_sample else None
+        return Proposal(torch.empty(batch, 0, dtype=torch.long, device=device), probs, None)
+
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
         states = torch.cat(self._new_states, dim=1)
-        context_positions = torch.cat(self._new_positions, dim=1)
+        new = torch.cat(self._new_positions, dim=1)
         self._new_states, self._new_positions = [], []
-        block = torch.arange(1, self.drafter.config.block_size + 1, device=context_positions.device)
+        context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
+        steps = torch.arange(1, self.drafter.config.block_size + 1, device=new.device)
+        block = context.amax(dim=1, keepdim=True) + steps
+        has_padding = bool((context < 0).any()) if len(context) > 1 or self._positions is None else False
         output = self.drafter(
             self.drafter.block_input_ids(anchor_ids),
             states,
-            torch.cat([context_positions, context_positions[:, -1:] + block], dim=1),
+            torch.cat([new.clamp(min=0), block], dim=1),
+            attention_mask=self.drafter.block_masks(context, block) if has_padding else None,
             cache=self.cache,
         )
+        self._positions = self._without_gaps(context) if has_padding else context
         return output.last_hidden_state, output.logits
 
-    def _choose(self, sequence_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _without_gaps(self, positions: torch.Tensor) -> torch.Tensor:
+        """Moves padding among the cache's columns to the left and drops what is padding in all rows."""
+        is_text = positions >= 0
+        longest = int(is_text.sum(dim=1).max())
+        columns = is_text.to(torch.int8).argsort(dim=1, stable=True)[:, -longest:]
+        rows = torch.arange(len(positions), device=positions.device)
+        _compat.realign_cache(self.cache, rows, columns, positions.shape[1])
+        return positions.gather(1, columns)
+
+    def _choose(
+        self, active: list[int], drafts: list[list[int]], logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Next ids `(batch,)` and the distribution `(batch, vocab)` they come from, `None` when greedy."""
-        scores = self.processors(sequence_ids, logits.to(torch.float32, copy=True))
+        scores = logits.to(torch.float32, copy=True)[:, None]
+        scores = self.processors.process(active, drafts, len(drafts[0]), scores).squeeze(1)
         if not self.settings.do_sample:
             return scores.argmax(dim=-1), None
         probs = torch.softmax(scores, dim=-1)
         return sample(probs), probs
 
-    def confident_length(self, proposal: Proposal) -> int:
-        """Tokens of a one-row proposal before the first whose confidence is below the threshold.
+    def confident_lengths(self, proposal: Proposal) -> list[int]:
+        """For each row, the tokens of its proposal before the first whose confidence is below the threshold.
 
         A token's confidence never looks at the token itself, so the cut leaves the output's law unchanged.
         """
+        batch, drafted = proposal.ids.shape
         if self.settings.confidence_threshold == 0 or proposal.confidence_logits is None:
-            return proposal.ids.shape[1]
+            return [drafted] * batch
         confident = proposal.confidence_logits.sigmoid() >= self.settings.confidence_threshold
-        return int(leading_true(confident).item())
+        lengths: list[int] = leading_true(confident).tolist()
+        return lengths
 
 
-def length_up_to_end(ids: torch.Tensor, eos_ids: torch.Tensor | None) -> int:
-    """Tokens of `ids (1, k)` up to and with the first end of sequence; nothing after it could be kept."""
-    if eos_ids is None or ids.shape[1] == 0:
-        return ids.shape[1]
-    before_end = ~torch.isin(ids[:, :-1], eos_ids.to(ids.device))
-    return int(leading_true(before_end).item()) + 1
+__all__ = ["DraftSession", "Proposal"]

@@ -7,6 +7,7 @@ needs no wrapping: `target.generate(**inputs, custom_generate=custom_generate(dr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,9 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
             # `generate` would go on without the drafter.
             drafter.check_target(self)
             check_beams(generation_config)
+            # The original allows one sequence only.
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
         original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate_generation_mode

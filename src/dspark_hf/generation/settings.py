@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import logits_process
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..models import DSparkDrafter
@@ -13,13 +12,6 @@ from ..models import DSparkDrafter
 logger = logging.get_logger(__name__)
 
 GENERATION_OPTIONS = ("dspark_num_draft_tokens", "dspark_confidence_threshold")
-
-# Processors that carry state from call to call in a way that drafting and verifying would corrupt.
-STATEFUL_PROCESSORS = (
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    logits_process.SynthIDTextWatermarkLogitsProcessor,
-)
-
 
 @dataclass(frozen=True)
 class DecodingSettings:
@@ -97,13 +89,3 @@ def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:
         )
         return 0.0
     return float(threshold)
-
-
-def check_processors(processors: LogitsProcessorList) -> None:
-    """Raises `ValueError` for a processor under which speculative decoding would not be lossless."""
-    for processor in processors:
-        if isinstance(processor, STATEFUL_PROCESSORS):
-            raise ValueError(
-                f"{type(processor).__name__} keeps state from token to token and cannot be rolled back after a "
-                "rejected draft, so the output would not be the target's. Call `generate` without `assistant_model`."
-            )

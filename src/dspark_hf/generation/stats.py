@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ class RoundStats:
     """One round of drafting and verification, summed over the rows of the batch.
 
     Attributes:
+        rows: rows that took part.
         drafted: tokens that the drafter computed.
         proposed: drafted tokens left after the confidence cut.
         verified: proposed tokens given to the target; not those after a drafted end of sequence or the length limit.
@@ -24,6 +24,7 @@ class RoundStats:
         verify_seconds: time of the target's forward pass.
     """
 
+    rows: int
     drafted: int
     proposed: int
     verified: int
@@ -38,19 +39,21 @@ class GenerationStats:
     """Statistics of one `generate` call that a drafter served; printing it gives a summary.
 
     Attributes:
-        rounds: one entry per round; the prefill, which gives the first token, is not a round.
+        batch: rows of the call.
+        rounds: one entry per round; the prefill, which gives each row's first token, is not a round.
         prefill_seconds: time of the target's forward over the prompt.
         total_seconds: time from the start of the prefill to the last token.
     """
 
+    batch: int = 1
     rounds: list[RoundStats] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """Mean tokens per round, τ of equation 1, counting the target's own (bonus) token; 0 without rounds."""
-        return statistics.fmean(entry.emitted for entry in self.rounds) if self.rounds else 0.0
+        """Mean tokens per row and round, τ of equation 1, with the target's own (bonus) token; 0 without rounds."""
+        return self.total("emitted") / self.total("rows") if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -63,7 +66,7 @@ class GenerationStats:
         return sum(getattr(entry, name) for entry in self.rounds)
 
     def __str__(self) -> str:
-        new_tokens = 1 + self.total("emitted")
+        new_tokens = self.batch + self.total("emitted")
         rate = new_tokens / self.total_seconds if self.total_seconds else 0.0
         other = self.total_seconds - self.prefill_seconds - self.total("draft_seconds") - self.total("verify_seconds")
         return (

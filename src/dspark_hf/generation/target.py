@@ -1,7 +1,12 @@
 """The target's side of a `generate` call: prefill, verification, rolling its cache back.
 
-Shape symbols: `batch`, `length` tokens of the sequence so far, `k` drafted tokens, `m` captured layers, `d` the hidden
-size, `vocab`.
+Rows accept different numbers of drafted tokens. Their tokens end in the same column of the cache all the same: after
+each round a row that kept fewer is moved to the right, as left padding would have put it there from the start. So the
+target sees nothing but an ordinary left-padded batch, distances in sliding windows stay true, and columns that no row
+needs any more are dropped.
+
+Shape symbols: `batch` rows that still generate, `columns` of the cache, `k` drafted tokens, `m` captured layers, `d`
+the hidden size, `vocab`.
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ from transformers.cache_utils import Cache
 
 from .. import _compat
 
+# Inputs of a target that have one entry per column, in their last dimension, and how they go on after the prompt.
+_COLUMN_INPUTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
 
 @dataclass
 class TargetOutput:
@@ -23,51 +31,70 @@ class TargetOutput:
     Attributes:
         logits: `(batch, n, vocab)`, float32, for the last `n` input positions (1 in the prefill, k + 1 after).
         states: `(batch, inputs, m * d)`, captured states of every input position.
+        positions: `(batch, inputs)`, text positions of the inputs, -1 for padding.
         hidden_states: all hidden states, where the user asked for them.
         attentions: attention weights, where the user asked for them.
     """
 
     logits: torch.Tensor
     states: torch.Tensor
+    positions: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None
     attentions: tuple[torch.Tensor, ...] | None
 
 
 class TargetSession:
-    """Runs the target over one growing sequence.
+    """Runs the target over a batch of growing rows.
 
     Args:
         target: the target.
         target_layer_ids: layers whose states the drafter needs.
         model_kwargs: what `generate` prepared for the target's forward.
+        batch: number of rows.
 
     Raises:
         ValueError: without a cache, or with one that cannot be rolled back.
     """
 
-    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int], model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, target_layer_ids: list[int], model_kwargs: dict[str, Any], batch: int = 1
+    ) -> None:
         self.target = target
         self.target_layer_ids = target_layer_ids
         self.model_kwargs = model_kwargs
+        self.batch = batch
         cache = model_kwargs.get(_compat.CACHE_ARGUMENT)
         _compat.check_rollback(cache, target)
         if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
             raise ValueError("A drafter needs the target's cache, and `use_cache` is false; leave it at true.")
+        if batch > 1:
+            _compat.check_realignment(cache, target)
         self.cache = cache
         self.wants_hidden_states = bool(model_kwargs.get("output_hidden_states"))
         self.wants_attentions = bool(model_kwargs.get("output_attentions"))
-        self.length = 0
+        # Columns of the cache, and how many of its first columns are padding in each row.
+        self.columns = 0
+        self.padding = [0] * batch
+        # Inputs of the last verification, and how many columns `model_kwargs` covers.
+        self.inputs = 0
+        self._known_columns = 0
 
     @torch.no_grad()
     def prefill(self, input_ids: torch.Tensor) -> TargetOutput:
-        """Runs the prompt `(batch, length)`, or what of it is not in the cache yet."""
-        output = self._forward(
-            input_ids, self.model_kwargs, self._uncached(input_ids.shape[1]), is_first_iteration=True
-        )
+        """Runs the prompts `(batch, length)`, or what of them is not in the cache yet."""
+        inputs = self._uncached(input_ids.shape[1])
+        outputs = self._forward(input_ids, self.model_kwargs, inputs, is_first_iteration=True)
         _compat.prepare_cache_for_rollback(self.cache, self.target)
         # A static cache returns the tensor that it counts in.
-        self.length = int(self.cache.get_seq_length())
-        return output
+        self.columns = self._known_columns = int(self.cache.get_seq_length())
+        if self.batch > 1:
+            _compat.check_realignment(self.cache, self.target)
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is not None and self.batch > 1:
+            self.padding = (mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
+        positions = self._prompt_positions(outputs.hidden_states)
+        self.anchor_positions = positions.amax(dim=1) + 1
+        return self._pack(outputs, 1, positions)
 
     def _uncached(self, length: int) -> int | None:
         """How many of the last `length` prompt tokens to run, `None` for all of them.
@@ -85,55 +112,83 @@ class TargetSession:
         whole = next((known.shape[-1] for known in (mask, position_ids) if known is not None), length)
         return length - cached if whole == length else None
 
-    @torch.no_grad()
-    def verify(self, sequence_ids: torch.Tensor, draft_ids: torch.Tensor) -> TargetOutput:
-        """Runs the anchor, which ends `sequence_ids (batch, length)`, and the drafted tokens `(batch, k)`."""
-        drafted = draft_ids.shape[1]
-        candidates = torch.cat([sequence_ids, draft_ids], dim=1) if drafted else sequence_ids
-        with _compat.decode_context(self.target):
-            return self._forward(candidates, extend(self.model_kwargs, drafted), drafted + 1)
+    def _prompt_positions(self, hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+        """Text positions `(batch, inputs)` of what the prefill ran, -1 for padding."""
+        inputs = next(state.shape[1] for state in hidden_states if state is not None)
+        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
+        if position_ids is not None and position_ids.dim() == 2:
+            positions = position_ids[:, -inputs:]
+        elif mask is not None:
+            positions = (mask.long().cumsum(dim=1) - 1)[:, -inputs:]
+        else:
+            positions = torch.arange(self.columns - inputs, self.columns, device=self.target.device)[None]
+        positions = positions.expand(self.batch, -1)
+        return positions if mask is None else positions.masked_fill(mask[:, -inputs:] == 0, -1)
 
-    def commit(self, emitted: int, verified: int = 0) -> None:
-        """Makes `emitted` new tokens part of the sequence and drops the rejected ones of `verified` from the cache."""
-        self.model_kwargs = extend(self.model_kwargs, emitted)
-        self.length += emitted
-        _compat.crop_cache(self.cache, verified - (emitted - 1))
+    @torch.no_grad()
+    def verify(self, ids: torch.Tensor) -> TargetOutput:
+        """Runs `ids (batch, k + 1)`: each row's anchor and its drafted tokens."""
+        inputs = ids.shape[1]
+        with _compat.decode_context(self.target):
+            outputs = self._forward(ids, extend(self.model_kwargs, inputs - 1), inputs)
+        self.columns += inputs
+        self.inputs = inputs
+        steps = torch.arange(inputs, device=self.anchor_positions.device)
+        return self._pack(outputs, inputs, self.anchor_positions[:, None] + steps)
+
+    def commit(self, rows: list[int], rejected: list[int]) -> None:
+        """Goes on with some rows, after the prefill or a verification.
+
+        Args:
+            rows: at least one row of the batch, in ascending order.
+            rejected: for each of `rows`, how many inputs of the last verification do not stay.
+        """
+        fewest = min(rejected)
+        if len(rows) == self.batch and max(rejected) == fewest:
+            _compat.crop_cache(self.cache, fewest)
+            self.columns -= fewest
+            self.model_kwargs = extend(self.model_kwargs, self.columns + 1 - self._known_columns)
+        else:
+            self._realign(rows, [count - fewest for count in rejected], self.columns - fewest)
+        self._known_columns = self.columns + 1
+        advances = torch.tensor(rejected, device=self.anchor_positions.device).neg() + self.inputs
+        self.anchor_positions = self.anchor_positions[rows] + advances
+
+    def _realign(self, rows: list[int], shifts: list[int], end: int) -> None:
+        """Moves each of `rows` to the right by its shift, cuts at column `end`, drops what is padding in all rows."""
+        padding = [self.padding[row] + shift for row, shift in zip(rows, shifts, strict=True)]
+        start = min(padding)
+        device = self.anchor_positions.device
+        index = torch.tensor(rows, device=device)
+        # The anchors' column comes after those of the cache.
+        columns = torch.arange(start, end + 1, device=device) - torch.tensor(shifts, device=device)[:, None]
+        _compat.realign_cache(self.cache, index, columns[:, :-1], self.columns)
+        self.model_kwargs = select_columns(
+            extend(self.model_kwargs, self.columns + 1 - self._known_columns), index, columns, self.columns + 1
+        )
+        self.padding = [count - start for count in padding]
+        self.columns, self.batch = end - start, len(rows)
 
     def _forward(
         self, ids: torch.Tensor, model_kwargs: dict[str, Any], inputs: int | None, is_first_iteration: bool = False
-    ) -> TargetOutput:
+    ) -> Any:
         prepared = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=inputs, is_first_iteration=is_first_iteration, **model_kwargs
         )
-        scored = 1 if is_first_iteration else inputs or 1
         if "logits_to_keep" in prepared:
-            prepared["logits_to_keep"] = scored
+            prepared["logits_to_keep"] = 1 if is_first_iteration else inputs
         if not self.wants_hidden_states:
             prepared |= _compat.capture_kwargs(self.target_layer_ids)
-        outputs = self.target(**prepared, return_dict=True)
+        return self.target(**prepared, return_dict=True)
+
+    def _pack(self, outputs: Any, scored: int, positions: torch.Tensor) -> TargetOutput:
         return TargetOutput(
             logits=outputs.logits[:, -scored:].to(torch.float32, copy=True),
             states=_compat.captured_states(outputs.hidden_states, self.target_layer_ids),
+            positions=positions,
             hidden_states=outputs.hidden_states if self.wants_hidden_states else None,
             attentions=outputs.attentions if self.wants_attentions else None,
         )
-
-    def without_padding(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States `(1, n, m * d)` of the prompt's last positions and their text positions `(1, n)`, less padding."""
-        inputs = states.shape[1]
-        positions = self.positions(inputs)
-        mask = self.model_kwargs.get("attention_mask")
-        if mask is None:
-            return states, positions
-        is_text = mask[0, -inputs:].bool()
-        return states[:, is_text.to(states.device)], positions[:, is_text.to(positions.device)]
-
-    def positions(self, inputs: int) -> torch.Tensor:
-        """Text positions `(batch, inputs)` of the last `inputs` tokens of the committed sequence."""
-        position_ids = self.model_kwargs.get("position_ids")
-        if position_ids is not None and position_ids.dim() == 2:
-            return position_ids[:, -inputs:]
-        return torch.arange(self.length - inputs, self.length, device=self.target.device)[None]
 
 
 def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
@@ -151,3 +206,26 @@ def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
             last = types[:, -1:].expand(-1, count) if value is None else types.new_full((types.shape[0], count), value)
             model_kwargs[name] = torch.cat([types, last], dim=1)
     return model_kwargs
+
+
+def select_columns(
+    model_kwargs: dict[str, Any], rows: torch.Tensor, columns: torch.Tensor, total: int
+) -> dict[str, Any]:
+    """`model_kwargs` with column j of new row i taken from column `columns[i, j]` of the old row `rows[i]`.
+
+    Negative columns are padding. Inputs that have one entry per column may cover only the last of the `total` columns.
+    """
+    selected = dict(model_kwargs)
+    if selected.get("attention_mask") is None:
+        selected["attention_mask"] = torch.ones(int(rows.max()) + 1, total, dtype=torch.long, device=columns.device)
+    for name in _COLUMN_INPUTS:
+        if (values := selected.get(name)) is None:
+            continue
+        index = (columns - (total - values.shape[-1])).clamp(min=0).to(values.device)
+        # One row of positions may stand for all, and multimodal positions have a dimension before the rows.
+        taken = values.index_select(-2, rows.to(values.device)) if values.shape[-2] > 1 else values
+        taken = taken.expand(*values.shape[:-2], len(index), -1)
+        selected[name] = taken.gather(-1, index.expand(*values.shape[:-2], -1, -1))
+    mask = selected["attention_mask"]
+    selected["attention_mask"] = mask.masked_fill(columns.to(mask.device) < 0, 0)
+    return selected

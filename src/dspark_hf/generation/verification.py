@@ -33,15 +33,20 @@ def leading_true(flags: torch.Tensor) -> torch.Tensor:
     return flags.long().cumprod(dim=1).sum(dim=1)
 
 
-def verify_greedy(draft_ids: torch.Tensor, target_scores: torch.Tensor) -> Verdict:
+def verify_greedy(
+    draft_ids: torch.Tensor, target_scores: torch.Tensor, lengths: torch.Tensor | None = None
+) -> Verdict:
     """Greedy rule.
 
     Args:
         draft_ids: `(batch, k)`.
         target_scores: `(batch, k + 1, vocab)`, the target's processed scores.
+        lengths: `(batch,)`, how many of a row's drafted tokens count, all if not given; what follows is filling.
     """
     choices = target_scores.argmax(dim=-1)
     accepted = leading_true(draft_ids == choices[:, :-1])
+    if lengths is not None:
+        accepted = torch.minimum(accepted, lengths)
     return Verdict(accepted, choices.gather(1, accepted[:, None]).squeeze(1))
 
 
@@ -50,6 +55,7 @@ def verify_sampled(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> Verdict:
     """Rejection sampling.
 
@@ -58,17 +64,25 @@ def verify_sampled(
         draft_probs: `(batch, k, vocab)`, the q that each drafted token was drawn from.
         target_probs: `(batch, k + 1, vocab)`, the target's p at the same positions and one further.
         uniforms: `(batch, k)` in [0, 1); drawn here if not given.
+        lengths: `(batch,)`, how many of a row's drafted tokens count, all if not given; what follows is filling.
     """
     p = target_probs[:, :-1].gather(2, draft_ids[..., None]).squeeze(-1)
     q = draft_probs.gather(2, draft_ids[..., None]).squeeze(-1)
     if uniforms is None:
         uniforms = torch.rand_like(p)
     accepted = leading_true(uniforms * q < p)
-    return Verdict(accepted, sample(_next_distribution(accepted, draft_probs, target_probs)))
+    if lengths is not None:
+        accepted = torch.minimum(accepted, lengths)
+    return Verdict(accepted, sample(_next_distribution(accepted, draft_probs, target_probs, lengths)))
 
 
-def _next_distribution(accepted: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """Distribution `(batch, vocab)` of the token after `accepted (batch,)` kept ones."""
+def _next_distribution(
+    accepted: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Distribution `(batch, vocab)` of the token after `accepted (batch,)` kept ones of `lengths (batch,)`, k if not given."""
     vocab, drafted = target_probs.shape[-1], draft_probs.shape[1]
     p = target_probs.gather(1, accepted[:, None, None].expand(-1, 1, vocab)).squeeze(1)
     if drafted == 0:
@@ -77,7 +91,7 @@ def _next_distribution(accepted: torch.Tensor, draft_probs: torch.Tensor, target
     residual = (p - draft_probs.gather(1, rejected).squeeze(1)).clamp(min=0)
     total = residual.sum(dim=-1, keepdim=True)
     # A rejection where p and q agree to the last bit has no residual left; p is its limit.
-    use_target = (accepted == drafted)[:, None] | (total <= 0)
+    use_target = (accepted == (drafted if lengths is None else lengths))[:, None] | (total <= 0)
     return torch.where(use_target, p, residual / total.clamp(min=torch.finfo(total.dtype).tiny))
 
 

@@ -124,12 +124,29 @@ class DSparkDrafter(Drafter):
         if "sliding_attention" not in self.config.layer_types:
             return {}
         new = position_ids.shape[1] - length
-        keys = new + length + (cache.get_seq_length() if cache is not None else 0)
-        block_positions = position_ids[:, -length:, None]
-        # Context and block positions are consecutive and end with the block's last one.
-        key_positions = position_ids[:, -1:, None] - torch.arange(keys - 1, -1, -1, device=position_ids.device)
-        window = self.config.sliding_window or keys
-        return {"sliding_attention": (block_positions - key_positions < window).unsqueeze(1)}
+        context = new + (cache.get_seq_length() if cache is not None else 0)
+        # Context and block positions are consecutive.
+        steps = torch.arange(-context, 0, device=position_ids.device)
+        block = position_ids[:, -length:]
+        masks = self.block_masks(block[:, :1] + steps, block)
+        return {"sliding_attention": masks["sliding_attention"]}
+
+    def block_masks(self, context_positions: torch.Tensor, block_positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Masks `(batch, 1, block, context + block)` by layer type, true where attention is allowed.
+
+        Args:
+            context_positions: `(batch, context)`, text positions of the keys in the cache and of the new ones behind
+                them; negative for padding.
+            block_positions: `(batch, block)`.
+        """
+        keys = torch.cat([context_positions, block_positions], dim=1)[:, None]
+        is_text = (keys >= 0).expand(-1, block_positions.shape[1], -1)
+        window = self.config.sliding_window or torch.iinfo(torch.long).max
+        in_window = block_positions[..., None] - keys < window
+        return {
+            "full_attention": is_text.unsqueeze(1),
+            "sliding_attention": (is_text & in_window).unsqueeze(1),
+        }
 
     # --- heads -----------------------------------------------------------------------------------------------
 
