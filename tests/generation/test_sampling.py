@@ -1,4 +1,4 @@
-"""Sampled output has exactly the target's distribution.
+"""Sampled output has exactly the target's distribution, alone and in batches.
 
 On a vocabulary this small the law of every position is computed exactly, by visiting every continuation. The first
 token is never speculative, so tokens 2 to 4 and a late one are tested. The same test must fail when the rule is told a
@@ -13,13 +13,14 @@ from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dspark_hf import DSparkConfig, get_drafter
-from dspark_hf.generation import drafting
+from dspark_hf.generation import decoding, drafting
 
 VOCAB = 6
 GAMMA = 3
 LENGTH = GAMMA + 3
 TESTED = (1, 2, 3, LENGTH - 1)
 SAMPLES = 700
+BATCH = 100
 TOP_K, TEMPERATURE = 4, 0.5
 
 pytestmark = pytest.mark.slow
@@ -46,14 +47,17 @@ def target():
     return model
 
 
-@pytest.fixture(scope="module")
-def prompt():
-    return torch.tensor([[1, 4, 2, 5]])
+# Of different lengths, so that rows of a batch are padded.
+PROMPTS = [[1, 4, 2, 5], [3, 5]]
 
 
 @pytest.fixture(scope="module")
-def exact_laws(target, prompt):
-    """Law `(vocab,)` of each new token, over all continuations."""
+def exact_laws(target):
+    """For each prompt the law `(vocab,)` of each new token, over all continuations."""
+    return [laws_of(target, torch.tensor([prompt])) for prompt in PROMPTS]
+
+
+def laws_of(target, prompt: torch.Tensor) -> list[torch.Tensor]:
     sequences, weights = prompt, torch.ones(1, dtype=torch.float64)
     laws = []
     for _ in range(LENGTH):
@@ -88,26 +92,41 @@ def make_drafter(target, head: str):
     return drafter
 
 
-def p_values(target, drafter, prompt, exact_laws, threshold: float, samples: int = SAMPLES) -> list[float]:
-    """Chi-square p-value of each tested position."""
+def p_values(
+    target, drafter, exact_laws, threshold: float, batched: bool, samples: int = SAMPLES, **options
+) -> list[float]:
+    """Chi-square p-value of each tested position: of the first prompt alone, or of all prompts in large batches."""
     torch.manual_seed(2)
-    counts = torch.zeros(LENGTH, VOCAB)
+    prompts = PROMPTS if batched else PROMPTS[:1]
+    copies = BATCH // len(prompts) if batched else 1
+    width = max(map(len, prompts))
+    inputs = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    counts = torch.zeros(len(prompts), LENGTH, VOCAB)
     verified = set()
-    for _ in range(samples):
+    for _ in range(-(-samples // copies)):
         output = target.generate(
-            input_ids=prompt,
+            input_ids=inputs,
+            attention_mask=mask,
+            num_return_sequences=copies,
             assistant_model=drafter,
             max_new_tokens=LENGTH,
             do_sample=True,
             top_k=TOP_K,
             temperature=TEMPERATURE,
             dspark_confidence_threshold=threshold,
+            **options,
         )
-        counts[torch.arange(LENGTH), output[0, prompt.shape[1] :]] += 1
+        new = torch.nn.functional.one_hot(output[:, width:], VOCAB)
+        counts += new.view(len(prompts), copies, LENGTH, VOCAB).sum(dim=1)
         rounds = drafter.last_stats.rounds
-        verified.update(entry.verified for entry in (rounds if threshold else rounds[:1]))
+        verified.update(entry.verified / entry.rows for entry in (rounds if threshold else rounds[:1]))
     assert len(verified) > 2 if threshold else verified == {GAMMA}, f"proposals verified: {verified}"
-    return [chi_square(counts[position].double(), exact_laws[position] * samples) for position in TESTED]
+    return [
+        chi_square(count[position].double(), laws[position] * count[position].sum())
+        for count, laws in zip(counts, exact_laws, strict=False)
+        for position in TESTED
+    ]
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -121,23 +140,26 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float(stats.chisquare(observed.numpy(), (expected / expected.sum() * observed.sum()).numpy()).pvalue)
 
 
+@pytest.mark.parametrize(
+    ("head", "batched"), [("vanilla", False), ("vanilla", True), ("gated", True), ("rnn", True)]
+)
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_distribution(target, prompt, exact_laws, head, threshold):
-    values = p_values(target, make_drafter(target, head), prompt, exact_laws, threshold)
+def test_distribution(target, exact_laws, head, batched, threshold):
+    samples = 4 * SAMPLES if batched else SAMPLES
+    values = p_values(target, make_drafter(target, head), exact_laws, threshold, batched, samples)
     print(f"p-values of tokens {[position + 1 for position in TESTED]}: {values}")
     assert min(values) > 1e-3
 
 
-def unprocessed_q(self, sequence_ids, logits):
+def unprocessed_q(self, active, drafts, logits):
     """Draws from the processed distribution and reports the raw one."""
-    ids, _ = original_choose(self, sequence_ids, logits)
+    ids, _ = original_choose(self, active, drafts, logits)
     return ids, torch.softmax(logits.float(), dim=-1)
 
 
-def argmax_drafts(self, sequence_ids, logits):
+def argmax_drafts(self, active, drafts, logits):
     """Drafts the likeliest token and reports the soft distribution."""
-    _, probs = original_choose(self, sequence_ids, logits)
+    _, probs = original_choose(self, active, drafts, logits)
     return probs.argmax(dim=-1), probs
 
 
@@ -145,17 +167,29 @@ original_choose = drafting.DraftSession._choose
 
 
 @pytest.mark.parametrize("fault", [unprocessed_q, argmax_drafts])
-def test_planted_bias_is_found(target, prompt, exact_laws, fault, monkeypatch):
+def test_planted_bias_is_found(target, exact_laws, fault, monkeypatch):
     monkeypatch.setattr(drafting.DraftSession, "_choose", fault)
-    assert min(p_values(target, make_drafter(target, "vanilla"), prompt, exact_laws, threshold=0.0)) < 1e-6
+    assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.0, batched=True)) < 1e-6
 
 
-def test_cut_that_sees_the_token_is_found(target, prompt, exact_laws, monkeypatch):
+def test_cut_that_sees_the_token_is_found(target, exact_laws, monkeypatch):
     """A threshold on the drafted token's own probability is not lossless, and the test can tell."""
 
-    def length_by_own_probability(self, proposal):
+    def lengths_by_own_probability(self, proposal):
         own = proposal.probs.gather(2, proposal.ids[..., None]).squeeze(-1)
-        return int(drafting.leading_true(own >= 0.4).item())
+        return drafting.leading_true(own >= 0.4).tolist()
 
-    monkeypatch.setattr(drafting.DraftSession, "confident_length", length_by_own_probability)
-    assert min(p_values(target, make_drafter(target, "vanilla"), prompt, exact_laws, threshold=0.5)) < 1e-6
+    monkeypatch.setattr(drafting.DraftSession, "confident_lengths", lengths_by_own_probability)
+    assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.5, batched=True)) < 1e-6
+
+
+def test_filling_taken_for_drafts_is_found(target, exact_laws, monkeypatch):
+    """A row whose proposal was cut shorter than its neighbours' must not count the filling as rejected drafts."""
+    judge = decoding._Loop._judge
+
+    def forgetful(self, proposal, lengths, scores):
+        return judge(self, proposal, [proposal.ids.shape[1]] * len(lengths), scores)
+
+    monkeypatch.setattr(decoding._Loop, "_judge", forgetful)
+    with pytest.raises((AssertionError, IndexError)):
+        assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.5, batched=True)) > 1e-3

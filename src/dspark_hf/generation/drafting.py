@@ -73,9 +73,9 @@ class DraftSession:
         """Goes on with some rows of the batch."""
         self._new_states = [states[rows] for states in self._new_states]
         self._new_positions = [positions[rows] for positions in self._new_positions]
+        self.cache.batch_select_indices(torch.tensor(rows, device=self.drafter.device))
         if self._positions is not None:
             self._positions = self._positions[rows]
-            self.cache.batch_select_indices(torch.tensor(rows, device=self._positions.device))
 
     def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
         """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`."""
@@ -116,7 +116,7 @@ class DraftSession:
         context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
         steps = torch.arange(1, self.drafter.config.block_size + 1, device=new.device)
         block = context.amax(dim=1, keepdim=True) + steps
-        has_padding = bool((context < 0).any()) if len(context) > 1 or self._positions is None else False
+        has_padding = bool((context < 0).any())
         output = self.drafter(
             self.drafter.block_input_ids(anchor_ids),
             states,
