@@ -17,7 +17,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 MINIMUM_TRANSFORMERS = "5.18.0"
@@ -119,9 +119,19 @@ def pad_token_id(generation_config: GenerationConfig) -> int:
 CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0.dev0") else "past_key_values"
 
 
+def can_roll_back(target: PreTrainedModel) -> bool:
+    """Whether the cache that `generate` makes for `target` can forget its last positions."""
+    config = target.config.get_text_config(decoder=True)
+    # Layers that attend to an image hold as many keys as it has patches, of which rejected tokens have none (Mllama).
+    has_image_layers = bool(getattr(config, "cross_attention_layers", None))
+    if has_image_layers or getattr(target, "_is_stateful", False):
+        return False
+    return bool(getattr(DynamicCache(config=config), "is_croppable", True))
+
+
 def check_rollback(cache: Cache | None, target: PreTrainedModel) -> None:
     """Raises `ValueError` for a target whose cache cannot be rolled back."""
-    if not getattr(cache, "is_croppable", True) or getattr(target, "_is_stateful", False):
+    if not isinstance(cache, Cache) or not getattr(cache, "is_croppable", True) or not can_roll_back(target):
         raise ValueError(
             f"The target {type(target).__name__} has recurrent layers or a cache whose state cannot be rolled back to "
             "before a rejected token, so it cannot verify drafts. Call `generate` without `assistant_model`."
@@ -166,6 +176,15 @@ def check_realignment(cache: Cache, target: PreTrainedModel) -> None:
         )
 
 
+def check_positions(prepared: dict[str, Any], target: PreTrainedModel) -> None:
+    """Raises `ValueError` where `prepared` inputs leave it to the target to count positions along its cache."""
+    if prepared.get("position_ids", ()) is None:
+        raise ValueError(
+            f"{type(target).__name__} takes positions from the columns of its cache, under which rows cannot go on at "
+            "different lengths. Call `generate` once per prompt, or leave out `assistant_model`."
+        )
+
+
 def realign_cache(cache: Cache, rows: torch.Tensor, columns: torch.Tensor, total: int) -> None:
     """Replaces what `cache` holds: column j of new row i is column `columns[i, j]` of the old row `rows[i]`.
 
@@ -195,6 +214,42 @@ def _take_columns(states: torch.Tensor, rows: torch.Tensor, columns: torch.Tenso
     rows, columns = rows.to(states.device), columns.to(states.device)
     lines = (rows[:, None] * heads + torch.arange(heads, device=states.device))[:, :, None] * held + columns[:, None]
     return states.reshape(-1, dim).index_select(0, lines.flatten()).view(*lines.shape, dim)
+
+
+CacheRow = list["tuple[torch.Tensor, torch.Tensor] | None"]
+"""Keys and values `(heads, n, dim)` of one row, by layer; `None` for a layer without any."""
+
+
+def cache_row(cache: Cache, row: int, start: int, end: int, total: int) -> CacheRow:
+    """What the layers still hold of a row's columns from `start` to before `end`, of `total` that were seen."""
+    layers: CacheRow = []
+    for layer in cache.layers:
+        if not layer.is_initialized or layer.keys is None:
+            layers.append(None)
+            continue
+        seen_before = total - layer.keys.shape[-2]
+        kept = slice(max(0, start - seen_before), max(0, end - seen_before))
+        layers.append((layer.keys[row, :, kept].clone(), layer.values[row, :, kept].clone()))
+    return layers
+
+
+def fill_cache(cache: Cache, rows: list[CacheRow], width: int) -> None:
+    """Makes `cache` hold `rows`, all ending in the last of `width` columns, with zeros before them."""
+    for index, layer in enumerate(cache.layers):
+        held = width
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            held = min(width, layer.sliding_window - 1)
+            layer.cumulative_length = width
+        pairs = [pair for row in rows if (pair := row[index]) is not None]
+        if pairs:
+            layer.keys = torch.stack([_at_the_end(keys, held) for keys, _ in pairs])
+            layer.values = torch.stack([_at_the_end(values, held) for _, values in pairs])
+
+
+def _at_the_end(states: torch.Tensor, width: int) -> torch.Tensor:
+    """`states (heads, n, dim)` to `(heads, width, dim)`."""
+    states = states[:, max(0, states.shape[1] - width) :]
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[1], 0))
 
 
 def attention_windows(cache: Cache, target: PreTrainedModel) -> list[int | None]:
@@ -241,9 +296,23 @@ def captured_states(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: l
     """States of the captured layers, concatenated: `(batch, seq, m * d)`.
 
     Layer i is entry i + 1 of the tuple that a target returns; entry 0, layer -1, is the embedding output.
+
+    Raises:
+        ValueError: if the target returns fewer.
     """
-    states = [hidden_states[layer + 1] for layer in target_layer_ids]
+    if max(target_layer_ids) + 1 >= len(hidden_states):
+        raise ValueError(
+            f"The drafter's `target_layer_ids` {target_layer_ids} go past the {len(hidden_states) - 1} layers whose "
+            "hidden states the target returns. Build a drafter that captures others: "
+            "`get_drafter(target, DSparkConfig(target_layer_ids=...))`."
+        )
+    states = [_main_stream(hidden_states[layer + 1]) for layer in target_layer_ids]
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def _main_stream(state: torch.Tensor) -> torch.Tensor:
+    """Of the streams `(4, batch, seq, d)` that run beside each other in Gemma 3n, the one its layers read."""
+    return state[0] if state.dim() == 4 else state
 
 
 def decoder_only_output(cache: Cache | None, **fields: Any) -> GenerateDecoderOnlyOutput:

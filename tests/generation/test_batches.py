@@ -230,4 +230,3 @@ def test_random_batches(case):
     for row, anchor, hidden in oracle.seen[-3:]:
         expected = hidden_states_of_solo_run(target, oracle, sequences[row], anchor)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-

@@ -140,9 +140,7 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float(stats.chisquare(observed.numpy(), (expected / expected.sum() * observed.sum()).numpy()).pvalue)
 
 
-@pytest.mark.parametrize(
-    ("head", "batched"), [("vanilla", False), ("vanilla", True), ("gated", True), ("rnn", True)]
-)
+@pytest.mark.parametrize(("head", "batched"), [("vanilla", False), ("vanilla", True), ("gated", True), ("rnn", True)])
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_distribution(target, exact_laws, head, batched, threshold):
     samples = 4 * SAMPLES if batched else SAMPLES

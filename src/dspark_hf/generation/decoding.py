@@ -175,6 +175,7 @@ class _Loop:
         """The prompts' forward pass, whose tokens are the target's own and the first anchors."""
         self.active = self.rows.active
         output = self.session.prefill(self.rows.buffer)
+        self.prompt_columns = self.session.columns
         self.stats.prefill_seconds = self.clock.seconds(start, self.clock.now())
         self.processors.begin_certain()
         raw, scores = self._process(output, [[] for _ in self.active])
@@ -236,9 +237,7 @@ class _Loop:
         ]
         return draft, proposed, drafts
 
-    def _process(
-        self, output: TargetOutput, drafts: list[list[int]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _process(self, output: TargetOutput, drafts: list[list[int]]) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Raw logits, if they are asked for, and processed scores `(batch, n, vocab)`."""
         scores = output.logits.to(self.device)
         raw = scores.clone() if self.record.wants_logits else None
@@ -259,14 +258,15 @@ class _Loop:
         positions = output.positions[:, :longest]
         if min(emitted) < longest:
             counts = torch.tensor(emitted, device=positions.device)
-            positions = positions.masked_fill(
-                torch.arange(longest, device=positions.device) >= counts[:, None], -1
-            )
+            positions = positions.masked_fill(torch.arange(longest, device=positions.device) >= counts[:, None], -1)
         self.drafts.add_context(output.states[:, :longest], positions)
 
     def _go_on(self, rejected: list[int]) -> None:
         """Rolls the caches back and lets rows that have ended leave the batch."""
         staying = [index for index, row in enumerate(self.active) if not self.rows.ended[row]]
+        if self.record.active and self.rows.batch > 1:
+            for index in set(range(len(self.active))).difference(staying):
+                self.record.caches[self.active[index]] = self.session.row_states(index, rejected[index])
         if staying:
             self.session.commit(staying, [rejected[index] for index in staying])
             if len(staying) < len(self.active):
@@ -283,10 +283,22 @@ class _Loop:
             return sequences
         lengths = [length - self.rows.prompt_length for length in self.rows.lengths]
         return _compat.decoder_only_output(
-            self.session.cache if self.rows.batch == 1 else None,
+            self.session.cache if self._restore_cache(lengths) else None,
             sequences=sequences,
             scores=record.columns(record.scores, lengths) if record.wants_scores else None,
             logits=record.columns(record.logits, lengths) if record.wants_logits else None,
             attentions=record.attention_weights(lengths),
             hidden_states=record.hidden_states(lengths),
         )
+
+    def _restore_cache(self, lengths: list[int]) -> bool:
+        """Puts rows that have left the batch back into the target's cache, where plain decoding has them.
+
+        False where rows ended at different columns: plain decoding has fed the last token and padding to those that
+        ended before the others, which is not in the cache here.
+        """
+        if self.rows.batch > 1 and len(set(lengths)) == 1:
+            rows = [self.record.caches[row] for row in range(self.rows.batch)]
+            # The last token is not fed.
+            _compat.fill_cache(self.session.cache, rows, self.prompt_columns + lengths[0] - 1)
+        return len(set(lengths)) == 1

@@ -88,6 +88,16 @@ def _copy(processor: Any) -> Any:
         ) from error
 
 
+def _for_rows(processor: Any, rows: list[int]) -> Any:
+    """The repetition penalty keeps a number per row of the batch: one with the numbers of `rows` only."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    processor = copy.copy(processor)
+    processor.prompt_ignore_length = ignored[rows]
+    return processor
+
+
 class RowProcessors:
     """The logits processors of one `generate` call.
 
@@ -114,9 +124,7 @@ class RowProcessors:
             stage.trial = stage.originals
             stage.inputs = {}
 
-    def process(
-        self, active: list[int], drafts: list[list[int]], offset: int, scores: torch.Tensor
-    ) -> torch.Tensor:
+    def process(self, active: list[int], drafts: list[list[int]], offset: int, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores.
 
         Args:
@@ -180,8 +188,9 @@ class RowProcessors:
             indices.append(index)
             positions.append(position)
         for length, (indices, positions) in by_length.items():
-            ids = candidates[[active[index] for index in indices], :length]
-            scores[indices, positions] = stage.processor(ids, scores[indices, positions])
+            rows = [active[index] for index in indices]
+            processor = _for_rows(stage.processor, rows)
+            scores[indices, positions] = processor(candidates[rows, :length], scores[indices, positions])
 
     def _row_by_row(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig
 
+from .._compat import CacheRow
 from .target import TargetOutput
 
 Layers = tuple[torch.Tensor, ...]
@@ -37,6 +38,8 @@ class Record:
         self.prompt_attentions: Layers | None = None
         self.states: list[list[Layers]] = [[] for _ in range(batch)]
         self.attentions: list[list[Layers]] = [[] for _ in range(batch)]
+        # What the target's cache held of each row when it left the batch.
+        self.caches: dict[int, CacheRow] = {}
         self._shown: list[torch.Tensor] = []
 
     def add_prompt(self, output: TargetOutput, raw: torch.Tensor | None, scores: torch.Tensor) -> None:
@@ -60,9 +63,7 @@ class Record:
                 if output.attentions is not None:
                     self.attentions[row].append(self._attention(output.attentions, index, place))
 
-    def _add_scores(
-        self, rows: list[int], raw: torch.Tensor | None, scores: torch.Tensor, counts: list[int]
-    ) -> None:
+    def _add_scores(self, rows: list[int], raw: torch.Tensor | None, scores: torch.Tensor, counts: list[int]) -> None:
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if self.wants_scores:
                 self.scores[row] += scores[index, :count].unbind()

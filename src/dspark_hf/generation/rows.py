@@ -109,9 +109,7 @@ class Rows:
         if at_end and self._flagged[row] is None:
             self._flagged[row] = start + count
         self._cut(row, start + count)
-        self.ended[row] = self.lengths[row] >= self.max_length or (
-            self._ends_alone and self._flagged[row] is not None
-        )
+        self.ended[row] = self.lengths[row] >= self.max_length or (self._ends_alone and self._flagged[row] is not None)
 
     def _reserve(self, length: int) -> None:
         """Makes the buffer at least `length` wide."""
@@ -142,9 +140,10 @@ class Rows:
         flags = [flag for flag in self._flagged if flag is not None]
         if self._ends_alone or len(flags) < self.batch:
             return
-        for row in range(self.batch):
-            self._cut(row, min(max(flags), self.lengths[row]))
-        self.ended = [True] * self.batch
+        self.max_length = max(flags)
+        for row, length in enumerate(self.lengths):
+            self._cut(row, min(length, self.max_length))
+            self.ended[row] = length >= self.max_length
 
     def _complete_length(self) -> int:
         """Length up to which every row has either a token or its end."""

@@ -13,6 +13,7 @@ logger = logging.get_logger(__name__)
 
 GENERATION_OPTIONS = ("dspark_num_draft_tokens", "dspark_confidence_threshold")
 
+
 @dataclass(frozen=True)
 class DecodingSettings:
     """Checked settings of one `generate` call.

@@ -64,9 +64,12 @@ class TargetSession:
         self.model_kwargs = model_kwargs
         self.batch = batch
         cache = model_kwargs.get(_compat.CACHE_ARGUMENT)
+        if not model_kwargs.get("use_cache", True):
+            raise ValueError(
+                "A drafter needs the target's cache, and `use_cache` is false, in the call or in the target's "
+                "`generation_config`. Set it to true."
+            )
         _compat.check_rollback(cache, target)
-        if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
-            raise ValueError("A drafter needs the target's cache, and `use_cache` is false; leave it at true.")
         if batch > 1:
             _compat.check_realignment(cache, target)
         self.cache = cache
@@ -82,39 +85,48 @@ class TargetSession:
     @torch.no_grad()
     def prefill(self, input_ids: torch.Tensor) -> TargetOutput:
         """Runs the prompts `(batch, length)`, or what of them is not in the cache yet."""
-        inputs = self._uncached(input_ids.shape[1])
+        whole = self._text_length(input_ids.shape[1])
+        inputs = self._uncached(input_ids.shape[1], whole)
         outputs = self._forward(input_ids, self.model_kwargs, inputs, is_first_iteration=True)
         _compat.prepare_cache_for_rollback(self.cache, self.target)
         # A static cache returns the tensor that it counts in.
         self.columns = self._known_columns = int(self.cache.get_seq_length())
+        if self.columns != whole:
+            raise ValueError(
+                f"After a prompt of {whole} tokens the cache of the target {type(self.target).__name__} has "
+                f"{self.columns} entries: it cannot tell drafted tokens apart. Call `generate` without "
+                "`assistant_model`."
+            )
         if self.batch > 1:
             _compat.check_realignment(self.cache, self.target)
         mask = self.model_kwargs.get("attention_mask")
-        if mask is not None and self.batch > 1:
+        if mask is not None:
             self.padding = (mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         positions = self._prompt_positions(outputs.hidden_states)
         self.anchor_positions = positions.amax(dim=1) + 1
         return self._pack(outputs, 1, positions)
 
-    def _uncached(self, length: int) -> int | None:
-        """How many of the last `length` prompt tokens to run, `None` for all of them.
+    def _text_length(self, length: int) -> int:
+        """Length of the text so far, of which `input_ids` has `length` tokens.
 
         A cache that the user passes back comes with the whole text, or with its new tokens only and a mask of the
         whole text.
         """
-        cached = int(self.cache.get_seq_length())
-        if not cached:
-            return None
         if (embeddings := self.model_kwargs.get("inputs_embeds")) is not None:
-            return embeddings.shape[1] - cached
+            return int(embeddings.shape[1])
         mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
         # `generate` drops a mask of ones, but made positions of the same length from it.
-        whole = next((known.shape[-1] for known in (mask, position_ids) if known is not None), length)
-        return length - cached if whole == length else None
+        return next((known.shape[-1] for known in (mask, position_ids) if known is not None), length)
+
+    def _uncached(self, length: int, whole: int) -> int | None:
+        """How many of the last tokens to run, `None` for all that `input_ids` of `length` has."""
+        cached = int(self.cache.get_seq_length())
+        has_whole_text = whole == length or "inputs_embeds" in self.model_kwargs
+        return whole - cached if cached and has_whole_text else None
 
     def _prompt_positions(self, hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
         """Text positions `(batch, inputs)` of what the prefill ran, -1 for padding."""
-        inputs = next(state.shape[1] for state in hidden_states if state is not None)
+        inputs = next(state.shape[-2] for state in hidden_states if state is not None)
         mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() == 2:
             positions = position_ids[:, -inputs:]
@@ -154,6 +166,10 @@ class TargetSession:
         advances = torch.tensor(rejected, device=self.anchor_positions.device).neg() + self.inputs
         self.anchor_positions = self.anchor_positions[rows] + advances
 
+    def row_states(self, row: int, rejected: int) -> _compat.CacheRow:
+        """What the cache holds of one row, less its `rejected` last columns."""
+        return _compat.cache_row(self.cache, row, self.padding[row], self.columns - rejected, self.columns)
+
     def _realign(self, rows: list[int], shifts: list[int], end: int) -> None:
         """Moves each of `rows` to the right by its shift, cuts at column `end`, drops what is padding in all rows."""
         padding = [self.padding[row] + shift for row, shift in zip(rows, shifts, strict=True)]
@@ -175,6 +191,8 @@ class TargetSession:
         prepared = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=inputs, is_first_iteration=is_first_iteration, **model_kwargs
         )
+        if self.batch > 1:
+            _compat.check_positions(prepared, self.target)
         if "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 1 if is_first_iteration else inputs
         if not self.wants_hidden_states:

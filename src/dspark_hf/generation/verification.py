@@ -82,7 +82,7 @@ def _next_distribution(
     target_probs: torch.Tensor,
     lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Distribution `(batch, vocab)` of the token after `accepted (batch,)` kept ones of `lengths (batch,)`, k if not given."""
+    """Distribution `(batch, vocab)` of the token after `accepted (batch,)` kept ones of `lengths (batch,)`."""
     vocab, drafted = target_probs.shape[-1], draft_probs.shape[1]
     p = target_probs.gather(1, accepted[:, None, None].expand(-1, 1, vocab)).squeeze(1)
     if drafted == 0:
