@@ -6,7 +6,9 @@ and the range over the repeats are reported. Accepted length is tokens per round
 models loop when they decode greedily, and loops are easy to draft: the share of repeated 8-grams stands beside each
 figure, and sampling at temperature 1 is the headline.
 
-    python benchmarks/embedded_pair.py --prompts-per-kind 5 --repeats 5
+A batch of prompts of all kinds, padded on the left, is measured in the same way against plain batched `generate`.
+
+    python benchmarks/embedded_pair.py --prompts-per-kind 5 --repeats 5 --batch-size 8
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from rich.progress import track
 from rich.table import Table
 
 from dspark_hf.embedded import load_embedded_pair, load_prompts
-from dspark_hf.evaluation import compare, repeated_share
+from dspark_hf.evaluation import Comparison, compare, repeated_share
 
 RESULTS = Path(__file__).resolve().parent / "results"
+KINDS = ("code", "prose", "structured")
 DECODINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
     "greedy": {"do_sample": False},
@@ -47,31 +50,48 @@ def measure(
         comparisons.append(
             compare(target, drafter, prompt_ids, repeats=repeats, max_new_tokens=new_tokens, **DECODINGS[decoding])
         )
+    return figures(kind, decoding, comparisons)
+
+
+def measure_batch(decoding: str, batch_size: int, repeats: int, new_tokens: int, pair: Any) -> dict[str, Any]:
+    """Figures of one batch, its prompts taken from the three kinds in turn."""
+    target, tokenizer, drafter = pair
+    kinds = [[prompt for prompt in load_prompts() if prompt.kind == kind] for kind in KINDS]
+    prompts = [kinds[index % len(kinds)][index // len(kinds)] for index in range(batch_size)]
+    inputs = tokenizer([prompt.text for prompt in prompts], padding=True, padding_side="left", return_tensors="pt")
+    options = {"attention_mask": inputs.attention_mask, **DECODINGS[decoding]}
+    compare(target, drafter, inputs.input_ids, max_new_tokens=8, **options)  # warm-up
+    batch = compare(target, drafter, inputs.input_ids, repeats=repeats, max_new_tokens=new_tokens, **options)
+    return figures(f"batch of {batch_size}", decoding, [batch])
+
+
+def figures(kind: str, decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
+    """Summary of several comparisons with the same number of repeats."""
     ratios = []
-    for repeat in range(repeats):
+    for repeat in range(len(comparisons[0].plain_seconds)):
         plain = sum(c.plain_tokens[repeat] for c in comparisons) / sum(c.plain_seconds[repeat] for c in comparisons)
         draft = sum(c.draft_tokens[repeat] for c in comparisons) / sum(c.draft_seconds[repeat] for c in comparisons)
         ratios.append(draft / plain)
     rounds = [entry for c in comparisons for stats in c.stats for entry in stats.rounds]
-    same = [c.plain_ids.tolist() == c.draft_ids.tolist() for c in comparisons]
+    rows = [(plain, draft) for c in comparisons for plain, draft in zip(c.plain_ids, c.draft_ids, strict=True)]
     return {
         "kind": kind,
         "decoding": decoding,
-        "prompts": len(prompts),
-        "accepted_length": statistics.fmean(entry.emitted for entry in rounds),
+        "prompts": len(rows),
+        "accepted_length": sum(entry.emitted for entry in rounds) / sum(entry.rows for entry in rounds),
         "speedup_median": statistics.median(ratios),
         "speedup_range": [min(ratios), max(ratios)],
         "draft_seconds_per_round": statistics.median(entry.draft_seconds for entry in rounds),
         "verify_seconds_per_round": statistics.median(entry.verify_seconds for entry in rounds),
-        "repeated_8grams": statistics.fmean(repeated_share(c.draft_ids.tolist()) for c in comparisons),
-        "repeated_8grams_plain": statistics.fmean(repeated_share(c.plain_ids.tolist()) for c in comparisons),
-        "identical_to_plain": sum(same) if decoding == "greedy" else None,
+        "repeated_8grams": statistics.fmean(repeated_share(draft.tolist()) for _, draft in rows),
+        "repeated_8grams_plain": statistics.fmean(repeated_share(plain.tolist()) for plain, _ in rows),
+        "identical_to_plain": sum(p.tolist() == d.tolist() for p, d in rows) if decoding == "greedy" else None,
     }
 
 
 def summarise(rows: list[dict[str, Any]], decoding: str) -> dict[str, float]:
     """Means over the three kinds."""
-    mine = [row for row in rows if row["decoding"] == decoding]
+    mine = [row for row in rows if row["decoding"] == decoding and row["kind"] in KINDS]
     names = ("accepted_length", "speedup_median", "repeated_8grams")
     return {name: statistics.fmean(row[name] for row in mine) for name in names}
 
@@ -81,10 +101,11 @@ def main() -> None:
     parser.add_argument("--prompts-per-kind", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS / "embedded_pair.json")
     args = parser.parse_args()
-    for name in ("prompts_per_kind", "repeats", "new_tokens", "threads"):
+    for name in ("prompts_per_kind", "repeats", "new_tokens", "batch_size", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
     torch.set_num_threads(args.threads)
@@ -92,7 +113,10 @@ def main() -> None:
     rows = [
         measure(kind, decoding, args.prompts_per_kind, args.repeats, args.new_tokens, pair)
         for decoding in DECODINGS
-        for kind in ("code", "prose", "structured")
+        for kind in KINDS
+    ]
+    rows += [
+        measure_batch(decoding, args.batch_size, args.repeats, args.new_tokens, pair) for decoding in DECODINGS
     ]
     report = {
         "machine": {"cpu": platform.machine(), "threads": args.threads},

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.slow
 def test_embedded_pair(tmp_path):
     output = tmp_path / "report.json"
-    command = ["--prompts-per-kind", "1", "--repeats", "1", "--new-tokens", "16", "--output", str(output)]
+    command = ["--prompts-per-kind", "1", "--repeats", "1", "--new-tokens", "16", "--batch-size", "3", "--output", str(output)]
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "embedded_pair.py"), *command], check=True)
     report = json.loads(output.read_text(encoding="utf-8"))
-    assert len(report["rows"]) == 6
+    assert len(report["rows"]) == 8
     assert all(row["accepted_length"] >= 1 and row["speedup_median"] > 0 for row in report["rows"])
-    assert [row["identical_to_plain"] for row in report["rows"] if row["decoding"] == "greedy"] == [1, 1, 1]
+    assert [row["identical_to_plain"] for row in report["rows"] if row["decoding"] == "greedy"] == [1, 1, 1, 3]
 
 
 def test_readme_quotes_the_committed_results():

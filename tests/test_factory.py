@@ -257,6 +257,15 @@ def test_full_vocabulary_without_free_token_is_refused() -> None:
         get_drafter(tiny_target(), small(), tokenizer=make_tokenizer(VOCAB_SIZE))
 
 
+def test_tokens_that_have_another_role_are_named_with_it() -> None:
+    target = tiny_target()
+    target.generation_config.eos_token_id = [2, 9]
+    tokenizer = make_tokenizer(VOCAB_SIZE, {9: "[MASK]", 7: "<unused1>"}, mask_token="[MASK]", unk_token="<unused1>")
+    with pytest.raises(ValueError) as error:
+        get_drafter(target, small(), tokenizer=tokenizer)
+    assert "9 is `eos_token_id` of GenerationConfig; 7 is `unk_token_id` of " in str(error.value)
+
+
 # --- targets that cannot be served -------------------------------------------------------------------------------
 
 
@@ -371,11 +380,15 @@ def test_subfolder_is_honoured(tmp_path: Path) -> None:
         ),
         ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "speculators library"),
         ({"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"}, "speculators library"),
-        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "full model.*pass it to `generate` directly"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+            "qwen3 language model, not a drafter.*`get_drafter\\(target\\)`.*pass it to `generate` directly",
+        ),
         ({"peft_type": "LORA"}, "PEFT adapter"),
         ({"architectures": ["Qwen3VLDSparkModel"]}, "Qwen3VLDSparkModel"),
         ({"model_type": "bert"}, "no known drafter format"),
         ({}, "no known drafter format"),
+        ({"architectures": 3}, "no known drafter format"),
     ],
 )
 def test_other_formats_are_named_and_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -386,7 +399,7 @@ def test_other_formats_are_named_and_refused(tmp_path: Path, config: dict[str, A
 def test_full_model_is_refused(tmp_path: Path) -> None:
     tiny_target().save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path) is not None
-    with pytest.raises(ValueError, match="full model"):
+    with pytest.raises(ValueError, match="qwen3 language model"):
         AutoDrafter.from_pretrained(tmp_path)
 
 
@@ -405,5 +418,7 @@ def test_unreadable_config_is_an_os_error(tmp_path: Path, content: str | None) -
 
 
 def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="config.json"):
+    with pytest.raises(OSError, match="There is no folder .*nothing'; `pretrained_model_name_or_path` takes"):
         AutoDrafter.from_pretrained(tmp_path / "nothing")
+    with pytest.raises(OSError, match="There is no folder 'org/name', and it cannot be read from the Hub"):
+        AutoDrafter.from_pretrained("org/name")

@@ -16,6 +16,7 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -25,7 +26,7 @@ VOCAB_SIZE = 320
 HIDDEN_SIZE = 64
 SLIDING_WINDOW = 8
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 96,
@@ -75,17 +76,25 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 
 
 def tiny_target(family: str = "qwen3", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A new tiny target in evaluation mode; `overrides` are fields of its config. The global RNG is left alone."""
+    """A new tiny target in evaluation mode; `overrides` are fields of its config."""
     model_class, config_class, fields = FAMILIES[family]
-    config = config_class(**{**_COMMON, **fields, **overrides})
+    config = config_class(**{**COMMON, **fields, **overrides})
     config._attn_implementation = "sdpa"
+    return build(model_class, config, seed)
+
+
+def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights in float32, in evaluation mode. The global RNG is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         target = model_class(config).to(torch.float32)
         # Away from one, so that a norm that is skipped or applied twice shows.
         for name, parameter in target.named_parameters():
-            if "norm" in name:
-                parameter.data.uniform_(0.7, 1.3)
+            if "norm" in name or "ln_" in name:
+                if name.endswith("bias"):
+                    parameter.data.normal_(0.0, 0.1)
+                else:
+                    parameter.data.uniform_(0.7, 1.3)
     return target.eval()
 
 

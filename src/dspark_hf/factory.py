@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from . import _compat
 from .conversion import deepspec
 from .conversion.formats import DEEPSPEC, DSPARK, detect_format, find_file, read_json, refuse_foreign
+from .conversion.loading import check_location, neither_found
 from .models.backbone import RotaryEmbedding
 from .models.configuration_dspark import DSparkConfig
 from .models.modeling_dspark import DSparkDrafter
@@ -37,27 +39,131 @@ GEMMA4_STYLE: dict[str, Any] = {
 """Gemma's norms, normalised values, unscaled attention scores, one scalar on each layer's output."""
 
 TARGET_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": PLAIN_STYLE,
-    "mistral": PLAIN_STYLE,
-    "mixtral": PLAIN_STYLE,
-    "olmo2": PLAIN_STYLE,
-    "olmo3": PLAIN_STYLE,
-    "phi3": PLAIN_STYLE,
-    "qwen2": PLAIN_STYLE,
-    "qwen2_moe": PLAIN_STYLE,
-    "qwen3": PLAIN_STYLE,
-    "qwen3_moe": PLAIN_STYLE,
-    "smollm3": PLAIN_STYLE,
+    "afmoe": PLAIN_STYLE,
+    "apertus": PLAIN_STYLE,
+    "apertus1p5_text": PLAIN_STYLE,
+    "arcee": PLAIN_STYLE,
+    "aria_text": PLAIN_STYLE,
+    "axk1": PLAIN_STYLE,
+    "axk2": PLAIN_STYLE,
+    "aya_vision": PLAIN_STYLE,
+    "biogpt": PLAIN_STYLE,
+    "bitnet": PLAIN_STYLE,
+    "bloom": PLAIN_STYLE,
+    "codegen": PLAIN_STYLE,
+    "cohere": PLAIN_STYLE,
+    "cohere2": PLAIN_STYLE,
+    "cohere2_moe": PLAIN_STYLE,
+    "cohere2_vision": PLAIN_STYLE,
+    "ctrl": PLAIN_STYLE,
+    "cwm": PLAIN_STYLE,
+    "dbrx": PLAIN_STYLE,
+    "deepseek_v2": PLAIN_STYLE,
+    "deepseek_v3": PLAIN_STYLE,
+    "deepseek_v32": PLAIN_STYLE,
+    "deepseek_vl": PLAIN_STYLE,
+    "diffllama": PLAIN_STYLE,
+    "doge": PLAIN_STYLE,
+    "dots1": PLAIN_STYLE,
+    "ernie4_5": PLAIN_STYLE,
+    "ernie4_5_moe": PLAIN_STYLE,
+    "ernie4_5_vl_moe": PLAIN_STYLE,
+    "exaone4": PLAIN_STYLE,
+    "exaone4_5": PLAIN_STYLE,
+    "exaone_moe": PLAIN_STYLE,
+    "falcon": PLAIN_STYLE,
+    "flex_olmo": PLAIN_STYLE,
+    "fuyu": PLAIN_STYLE,
     "gemma": GEMMA_STYLE,
     "gemma2": GEMMA_STYLE,
     "gemma3": GEMMA_STYLE,
     "gemma3_text": GEMMA_STYLE,
+    "gemma3n_text": GEMMA_STYLE,
     "gemma4": GEMMA4_STYLE,
     "gemma4_text": GEMMA4_STYLE,
     "gemma4_unified": GEMMA4_STYLE,
     "gemma4_unified_text": GEMMA4_STYLE,
+    "glm": PLAIN_STYLE,
+    "glm4": PLAIN_STYLE,
+    "glm4_moe": PLAIN_STYLE,
+    "glm4_moe_lite": PLAIN_STYLE,
+    "glm4v": PLAIN_STYLE,
+    "glm4v_moe": PLAIN_STYLE,
+    "glm_moe_dsa": PLAIN_STYLE,
+    "got_ocr2": PLAIN_STYLE,
+    "gpt2": PLAIN_STYLE,
+    "gpt_bigcode": PLAIN_STYLE,
+    "gpt_neo": PLAIN_STYLE,
+    "gpt_neox": PLAIN_STYLE,
+    "gpt_neox_japanese": PLAIN_STYLE,
+    "gpt_oss": PLAIN_STYLE,
+    "gptj": PLAIN_STYLE,
+    "granite": PLAIN_STYLE,
+    "granite_swa": PLAIN_STYLE,
+    "granitemoe": PLAIN_STYLE,
+    "granitemoe_swa": PLAIN_STYLE,
+    "granitemoeshared": PLAIN_STYLE,
+    "helium": PLAIN_STYLE,
+    "hunyuan_v1_dense": PLAIN_STYLE,
+    "hunyuan_v1_moe": PLAIN_STYLE,
+    "hy_v3": PLAIN_STYLE,
+    "hyperclovax": PLAIN_STYLE,
+    "idefics3": PLAIN_STYLE,
+    "internvl": PLAIN_STYLE,
+    "jais2": PLAIN_STYLE,
+    "jetmoe": PLAIN_STYLE,
+    "kimi_k25": PLAIN_STYLE,
+    "kolibri1": PLAIN_STYLE,
+    "laguna": PLAIN_STYLE,
+    "llama": PLAIN_STYLE,
+    "llama4_text": PLAIN_STYLE,
+    "llava": PLAIN_STYLE,
+    "llava_next": PLAIN_STYLE,
+    "llava_onevision": PLAIN_STYLE,
+    "longcat_flash": PLAIN_STYLE,
+    "mellum": PLAIN_STYLE,
+    "mimo_v2_flash": PLAIN_STYLE,
+    "minimax_m2": PLAIN_STYLE,
+    "minimax_m3_vl_text": PLAIN_STYLE,
+    "ministral": PLAIN_STYLE,
+    "ministral3": PLAIN_STYLE,
+    "mistral": PLAIN_STYLE,
+    "mistral3": PLAIN_STYLE,
+    "mixtral": PLAIN_STYLE,
+    "moshi": PLAIN_STYLE,
+    "mpt": PLAIN_STYLE,
+    "nanochat": PLAIN_STYLE,
+    "nemotron": PLAIN_STYLE,
+    "olmo": PLAIN_STYLE,
+    "olmo2": PLAIN_STYLE,
+    "olmo3": PLAIN_STYLE,
+    "olmoe": PLAIN_STYLE,
+    "opt": PLAIN_STYLE,
+    "paligemma": PLAIN_STYLE,
+    "persimmon": PLAIN_STYLE,
+    "phi": PLAIN_STYLE,
+    "phi3": PLAIN_STYLE,
+    "phimoe": PLAIN_STYLE,
+    "qwen2": PLAIN_STYLE,
+    "qwen2_5_vl": PLAIN_STYLE,
+    "qwen2_moe": PLAIN_STYLE,
+    "qwen2_vl": PLAIN_STYLE,
+    "qwen3": PLAIN_STYLE,
+    "qwen3_moe": PLAIN_STYLE,
+    "qwen3_vl": PLAIN_STYLE,
+    "qwen3_vl_moe": PLAIN_STYLE,
+    "seed_oss": PLAIN_STYLE,
+    "smollm3": PLAIN_STYLE,
+    "smolvlm": PLAIN_STYLE,
+    "solar_open": PLAIN_STYLE,
+    "stablelm": PLAIN_STYLE,
+    "starcoder2": PLAIN_STYLE,
+    "vaultgemma": PLAIN_STYLE,
+    "xglm": PLAIN_STYLE,
+    "youtu": PLAIN_STYLE,
 }
-"""Layer style by `model_type` of the target's text model. A type that is not here gets `PLAIN_STYLE`."""
+"""Layer style by `model_type` of the target, or of its text model. Each is tested with a target of its own; a type that
+is not here gets `PLAIN_STYLE`."""
 
 MAX_CAPTURED_LAYERS = 5
 
@@ -131,10 +237,11 @@ def _check_target(target: PreTrainedModel) -> None:
         raise ValueError(
             f"The target {name} ({type(target).__name__}) has no LM head; load it with `AutoModelForCausalLM`."
         )
-    if getattr(target, "_is_stateful", False):
+    if not _compat.can_roll_back(target):
         raise ValueError(
-            f"The target {name} ({type(target).__name__}) keeps a recurrent state, which cannot be rolled back when "
-            "drafted tokens are rejected; `get_drafter` needs a target with a key/value cache."
+            f"The target {name} ({type(target).__name__}) keeps a recurrent state or another one beside its keys and "
+            "values, which cannot be rolled back when drafted tokens are rejected; `get_drafter` needs a target with "
+            "a key/value cache."
         )
     text_config = target.config.get_text_config(decoder=True)
     for factor in LOGIT_FACTORS:
@@ -165,7 +272,9 @@ def _fill(config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTo
         if getattr(config, name) == defaults[name]:
             setattr(config, name, value)
     if config.target_layer_ids is None:
-        config.target_layer_ids = default_target_layers(num_layers)
+        # LongCat counts its two attentions per layer, but returns states per layer.
+        text = target.config.get_text_config(decoder=True)
+        config.target_layer_ids = default_target_layers(min(num_layers, getattr(text, "num_layers", num_layers)))
     if config.mask_token_id is None:
         config.mask_token_id = choose_mask_token(target, tokenizer)
 
@@ -181,13 +290,19 @@ def _shape(target: PreTrainedModel) -> dict[str, Any]:
     return {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
-        "intermediate_size": _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
+        "intermediate_size": _intermediate_size(text),
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
         "head_dim": head_dim or text.hidden_size // heads,
         "rope_parameters": flat_rope(text),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None),
     }
+
+
+def _intermediate_size(text: PreTrainedConfig) -> int:
+    """Width of the target's MLPs, the largest where it differs by layer (Gemma 3n)."""
+    width = _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
+    return max(width) if isinstance(width, (list, tuple)) else width
 
 
 def _style(target: PreTrainedModel) -> dict[str, Any]:
@@ -271,20 +386,16 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         ValueError: if there is no such token.
     """
     text = target.config.get_text_config(decoder=True)
-    taken = _special_ids(text, target.config)
-    if target.generation_config is not None:
-        taken |= _special_ids(target.generation_config)
-    if tokenizer is None:
-        free = (token for token in range(text.vocab_size - 1, -1, -1) if token not in taken)
-    else:
-        taken |= _special_ids(tokenizer)
-        free = (token for token in _free_tokens(tokenizer) if 0 <= token < text.vocab_size and token not in taken)
-    token = next(free, None)
+    sources = [source for source in (text, target.config, target.generation_config, tokenizer) if source is not None]
+    taken = _roles(sources)
+    candidates = range(text.vocab_size - 1, -1, -1) if tokenizer is None else _free_tokens(tokenizer)
+    token = next((token for token in candidates if 0 <= token < text.vocab_size and token not in taken), None)
     if token is None:
+        roles = "".join(f"; {token} is {taken[token]}" for token in dict.fromkeys(candidates) if token in taken)
         raise ValueError(
             f"No token of the vocabulary of {text.vocab_size} can serve as mask token: none is a mask, unused or "
-            "reserved token and none is padding of the vocabulary. Set `mask_token_id` in the `DSparkConfig` to a "
-            "token that your text never contains."
+            f"reserved token without another role and none is padding of the vocabulary{roles}. Set `mask_token_id` "
+            "to a token that your text never contains."
         )
     return token
 
@@ -300,9 +411,9 @@ def _free_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [*([] if mask is None else [mask]), *named, *reserved, past_the_end]
 
 
-def _special_ids(*sources: Any) -> set[int]:
-    """Ids that configs and tokenizers name: padding, first, last, unknown token, image placeholders, ..."""
-    ids: set[int] = set()
+def _roles(sources: list[Any]) -> dict[int, str]:
+    """Ids that configs and tokenizers name, with the field that does: padding, first, last, image placeholder, ..."""
+    roles: dict[int, str] = {}
     for source in sources:
         names = vars(source) if not isinstance(source, PreTrainedTokenizerBase) else _TOKENIZER_IDS
         for name in names:
@@ -310,8 +421,9 @@ def _special_ids(*sources: Any) -> set[int]:
                 continue
             value = getattr(source, name, None)
             values = value if isinstance(value, (list, tuple)) else [value]
-            ids.update(token for token in values if isinstance(token, int))
-    return ids
+            role = f"`{name}` of {type(source).__name__}"
+            roles.update((token, role) for token in values if isinstance(token, int))
+    return roles
 
 
 def _device(target: PreTrainedModel) -> torch.device:
@@ -344,7 +456,9 @@ class AutoDrafter:
                 `local_files_only`, `dtype`, `device_map`, ...
 
         Raises:
-            OSError: if there is no `config.json`, or the weights are missing, incomplete or damaged.
+            OSError: if there is no such folder or repository, no `config.json` in it, or the weights are missing,
+                incomplete or damaged.
+            TypeError: if a field of the config has a value of another type.
             ValueError: if the checkpoint is something else than a drafter of these formats; the message names it.
         """
         config = _read_config(pretrained_model_name_or_path, kwargs)
@@ -354,17 +468,20 @@ class AutoDrafter:
             return drafter
         if found == DEEPSPEC:
             return deepspec.load_deepspec(pretrained_model_name_or_path, config, **kwargs)
-        raise refuse_foreign(found, pretrained_model_name_or_path)
+        raise refuse_foreign(found, pretrained_model_name_or_path, config.get("model_type"))
 
 
 def _read_config(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's `config.json`; a PEFT adapter, which has none, is refused by name."""
+    check_location(path, "`pretrained_model_name_or_path`")
     try:
         return read_json(find_file(path, "config.json", kwargs))
     except OSError as error:
         try:
             find_file(path, "adapter_config.json", kwargs)
         except OSError:
+            if not os.path.isdir(path):
+                raise neither_found(path, error) from error
             raise OSError(f"The drafter {path!s} has no readable config.json: {error}") from error
     raise refuse_foreign("peft", path)
 

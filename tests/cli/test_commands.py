@@ -136,8 +136,10 @@ def test_chat(folders):
             result = generate(folders, *flags)
             assert result.exit_code == 0, result.output
             assert (f"w7 {PROMPT} w8" in result.output) is shows
+        tokenizer.chat_template = "{{ raise_exception('no systems') }}"
+        tokenizer.save_pretrained(folders / "target")
+        assert "chat template fails on PROMPT (no systems); use --no-chat" in generate(folders).stderr
     finally:
-        tokenizer.chat_template = None
         make_tokenizer().save_pretrained(folders / "target")
         (folders / "target" / "chat_template.jinja").unlink(missing_ok=True)
 
@@ -145,25 +147,31 @@ def test_chat(folders):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"target": "absent"}, "absent"),
-        ({"drafter": "absent"}, "absent"),
-        ({"drafter": "target"}, "is a full model, not a drafter"),
+        ({"target": "absent"}, "absent'; --target takes a folder"),
+        ({"drafter": "absent"}, "absent'; --drafter takes a folder"),
+        ({"drafter": "target/config.json"}, "config.json' is a file; --drafter takes a folder"),
+        ({"drafter": "target"}, "is a qwen3 language model, not a drafter"),
+        ({"target": "drafter"}, "is a drafter, not a target; --target takes the language model"),
         ({"drafter": "other_drafter"}, "`hidden_size` is 32"),
         ({"target": "other_target"}, "hidden size of 32"),
         ({"prompt": ""}, "PROMPT is empty"),
+        ({"prompt": "  "}, "PROMPT has no token"),
         ({"flags": ["--dtype", "float8"]}, "--dtype is 'float8'"),
         ({"flags": ["--temperature", "-1"]}, "--temperature is -1.0"),
+        ({"flags": ["--temperature", "nan"]}, "--temperature is nan"),
+        ({"flags": ["--seed", "-1"]}, "--seed is -1"),
         ({"flags": ["--max-new-tokens", "0"]}, "--max-new-tokens is 0"),
         ({"flags": ["--repeats", "0"]}, "--repeats is 0"),
         ({"flags": ["--draft-tokens", "4"]}, "allows 1 to 3"),
         ({"flags": ["--draft-tokens", "0"]}, "allows 1 to 3"),
-        ({"flags": ["--threshold", "1.5"]}, "is 1.5; it is a probability"),
+        ({"flags": ["--threshold", "1.5"]}, "--threshold is 1.5; it is a probability"),
         ({"flags": ["--top-p", "1.5", "--temperature", "1"]}, "--top-p is 1.5"),
         ({"flags": ["--top-p", "0", "--temperature", "1"]}, "--top-p is 0.0"),
         ({"flags": ["--top-k", "-1", "--temperature", "1"]}, "--top-k is -1"),
         ({"flags": ["--chat"]}, "no chat template"),
         ({"flags": ["--device", "nowhere"]}, "--device is 'nowhere'"),
         ({"flags": ["--device", "cuda:999"]}, "--device is 'cuda:999'"),
+        ({"flags": ["--device", "meta"]}, "--device is 'meta'"),
     ],
     ids=str,
 )

@@ -118,6 +118,14 @@ def test_missing_key_is_named(key: str) -> None:
         config_from_deepspec(native)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "64"}, {"num_attention_heads": "6", "head_dim": None}, {"rope_parameters": "x"}]
+)
+def test_value_of_another_type_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"`{next(iter(wrong))}`.* is '.*'; it must be"):
+        config_from_deepspec(native_config() | wrong)
+
+
 def test_missing_rotary_base_is_named() -> None:
     native = native_config() | {"rope_parameters": None}
     with pytest.raises(ValueError, match="rope_theta"):

@@ -25,15 +25,15 @@ def pair():
 def stats_of(*rounds: tuple[int, int]) -> GenerationStats:
     """Statistics with `(accepted, emitted)` in each round."""
     return GenerationStats(
-        [RoundStats(4, 4, 4, accepted, emitted, 0.1, 0.1) for accepted, emitted in rounds], total_seconds=1.0
+        [RoundStats(1, 4, 4, 4, accepted, emitted, 0.1, 0.1) for accepted, emitted in rounds], total_seconds=1.0
     )
 
 
 def comparison(**fields) -> Comparison:
     defaults = {
         "prompt_ids": torch.zeros(1, 2, dtype=torch.long),
-        "plain_ids": torch.arange(7),
-        "draft_ids": torch.arange(7),
+        "plain_ids": torch.arange(7)[None],
+        "draft_ids": torch.arange(7)[None],
         "plain_seconds": [2.0],
         "draft_seconds": [1.0],
         "plain_tokens": [7],
@@ -71,7 +71,7 @@ def test_compare_greedy(pair):
     target, drafter, prompt = pair
     result = compare(target, drafter, prompt, repeats=2, max_new_tokens=16, do_sample=False)
     expected = target.generate(input_ids=prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :]
-    assert result.plain_ids.tolist() == result.draft_ids.tolist() == expected.tolist()
+    assert result.plain_ids.tolist() == result.draft_ids.tolist() == [expected.tolist()]
     assert torch.equal(result.prompt_ids, prompt)
     assert result.plain_tokens == result.draft_tokens == [16, 16]
     assert len(result.plain_seconds) == len(result.draft_seconds) == 2
@@ -96,7 +96,7 @@ def test_origins_of_a_real_run():
     # room for.
     own = {6, 10, 15, 16, 21, 22}
     assert [6 + index for index, was_drafted in enumerate(result.origins()) if not was_drafted] == sorted(own)
-    assert len(result.origins()) == len(result.draft_ids) == 17
+    assert len(result.origins()) == result.draft_ids.shape[1] == 17
 
 
 def test_compare_sampled_is_seeded(pair):

@@ -108,6 +108,21 @@ def test_no_row_waits_for_another():
     assert rows == [2] * 4 + [1] * (NEW_TOKENS - 1 - 4)
 
 
+def test_accepted_length_by_position(target):
+    """Long contexts can be told from short ones, in text positions of each row."""
+    prompts = random_prompts([3, 20])
+    sequences = texts(plain(target, padded(prompts)), prompts)
+    # Right before position 16, wrong after it.
+    oracle = make_oracle(target).follow_rows(sequences, lambda _, position: position >= 16)
+    plain(target, padded(prompts), assistant_model=oracle)
+    lengths = oracle.last_stats.accepted_length_by_position(width=8)
+    assert list(lengths) == [0, 8, 16, 24, 32]
+    assert lengths[0] == 5 and lengths[24] == lengths[32] == 1
+    rounds = oracle.last_stats.rounds
+    assert rounds[0].anchors == (3, 20)
+    assert all(sum(entry.emitted_by_row) == entry.emitted for entry in rounds)
+
+
 def test_memory_does_not_grow_with_rejected_tokens(target, monkeypatch):
     """The cache is never wider than the longest row that still generates, and has as many rows as generate."""
     prompts = random_prompts(LENGTHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,51 @@ from dspark_hf import DSparkConfig
         ({"target_layer_ids": [1, 4], "num_target_layers": 4}, "out of range for a target of 4 layers"),
         ({"mask_token_id": 10, "vocab_size": 10}, "outside the vocabulary of 10"),
         ({"mask_token_id": -1, "vocab_size": 10}, "outside the vocabulary of 10"),
+        ({"hidden_size": 0}, "`hidden_size` is 0; it must be at least 1"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "`num_key_value_heads` = 3 does not divide"),
+        ({"hidden_act": "nope"}, "`hidden_act` is 'nope'; choose one of .*'silu'"),
+        ({"final_logit_softcapping": 0.0}, "`final_logit_softcapping` is 0.0; it must be positive"),
+        ({"dtype": "foo"}, "`dtype` is 'foo'; name a floating-point type"),
+        ({"torch_dtype": 3}, "`dtype` is 3"),
+        ({"dtype": "int8"}, "`dtype` is 'int8'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "`rope_parameters` has `rope_theta` = None"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "has `factor` = None; it must be a positive",
+        ),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "has `rope_theta` = '1e4'"),
     ],
 )
 def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        DSparkConfig(**fields)
+
+
+@pytest.mark.parametrize("name", DSparkConfig.__annotations__)
+def test_every_field_knows_its_type(name: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` is <object .*; it must be"):
+        DSparkConfig(**{name: object()})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": "7"}, "`block_size` is '7'; it must be a whole number."),
+        ({"block_size": 7.0}, "`block_size` is 7.0"),
+        ({"num_hidden_layers": True}, "`num_hidden_layers` is True"),
+        ({"markov_rank": None}, "`markov_rank` is None"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is nan; it must be a finite number."),
+        (
+            {"target_layer_ids": ["1", 2]},
+            "`target_layer_ids` is ['1', 2]; it must be a list of whole numbers, or unset",
+        ),
+        ({"target_layer_ids": 3}, "`target_layer_ids` is 3"),
+        ({"rope_parameters": "x"}, "`rope_parameters` is 'x'"),
+        ({"share_target_embeddings": "false"}, "`share_target_embeddings` is 'false'; it must be true or false."),
+    ],
+)
+def test_wrong_types_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
         DSparkConfig(**fields)
 
 

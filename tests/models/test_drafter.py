@@ -126,6 +126,12 @@ def test_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
         DSparkDrafter.from_pretrained(tmp_path)
 
 
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="qwen3 model .*Qwen3ForCausalLM.* not a drafter.*AutoDrafter"):
+        DSparkDrafter.from_pretrained(tmp_path)
+
+
 def test_incomplete_config_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves .*hidden_size.* unset. Build a drafter with `get_drafter"):
         DSparkDrafter(DSparkConfig())
@@ -165,12 +171,19 @@ def test_bound_target_is_no_part_of_the_drafter() -> None:
         ({"hidden_size": 32}, "`hidden_size` is 64 but the target .* 32"),
         ({"vocab_size": VOCAB_SIZE + 8}, f"`vocab_size` is {VOCAB_SIZE} but the target .* {VOCAB_SIZE + 8}"),
         ({"num_hidden_layers": 2}, "`target_layer_ids` \\[0, 1, 2\\] name a layer that .* 2 layers"),
+        ({"num_hidden_layers": 5}, "`num_target_layers` is 4 but the target .* 5 layers"),
     ],
 )
 def test_wrong_target_is_refused(overrides: dict[str, int], message: str) -> None:
     drafter = build(tiny_target())
     with pytest.raises(ValueError, match=message):
         drafter.bind_target(tiny_target(**overrides))
+
+
+def test_number_of_target_layers_may_be_unknown() -> None:
+    drafter = build(tiny_target())
+    drafter.config.num_target_layers = None
+    drafter.bind_target(tiny_target(num_hidden_layers=5))
 
 
 def test_target_without_head_is_refused() -> None:
@@ -356,3 +369,25 @@ def test_head_with_bias_is_shared_but_not_copied() -> None:
     torch.testing.assert_close(drafter.project(hidden), target.lm_head(hidden))
     with pytest.raises(ValueError, match="LM head has a bias"):
         drafter.copy_target_embeddings()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "weight"),
+    [
+        ("lm_head", torch.zeros(VOCAB_SIZE * HIDDEN_SIZE // 2, 1, dtype=torch.uint8)),
+        ("lm_head", torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8)),
+        ("lm_head", torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.float8_e4m3fn)),
+        ("lm_head", torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, device="meta")),
+        ("lm_head", None),
+        ("embed_tokens", torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8)),
+    ],
+)
+def test_quantised_weights_are_not_copied(attribute: str, weight: torch.Tensor | None) -> None:
+    target = tiny_target()
+    drafter = build(target)
+    module = target.lm_head if attribute == "lm_head" else target.model.embed_tokens
+    module.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+    name = "LM head" if attribute == "lm_head" else "embeddings"
+    with pytest.raises(ValueError, match=f"{name} cannot be copied: the weights are quantised"):
+        drafter.copy_target_embeddings()
+    assert drafter.config.share_target_embeddings and drafter.lm_head is None

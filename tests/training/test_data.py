@@ -59,6 +59,7 @@ def test_template_with_marks(tokenizer: PreTrainedTokenizerFast) -> None:
 
 BAD_ROWS = [
     ({"text": 5}, "`text` is not a string"),
+    ({"text": "\ud800"}, "`text` is not valid Unicode"),
     ({"prompt": "hello", "response": ["how"]}, "`response` is not a string"),
     ({"response": "how"}, "`prompt` is not a string"),
     ({"prompt": "hello", "response": ""}, "empty `response`"),
@@ -99,7 +100,31 @@ def test_bad_rows_are_counted_and_left_out(
         "`text` is not a string": 1,
         f"token ids outside the target's vocabulary of {VOCAB_SIZE}": 1,
     }
-    assert "Left out 6 of 9 rows" in caplog.text
+    assert "Left out 6 of 9 rows: 1 × line is not JSON (first: line 4), 1 × line is not a JSON object" in caplog.text
+
+
+def test_the_first_bad_row_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"input_ids": [4, 5]}
+    # Blank lines count, a mark of the byte order does not matter, and digits and nesting can be too much for Python.
+    path = write(tmp_path / "rows.jsonl", [good, "", "{broken", good, "9" * 5000, "[" * 100_000])
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    with caplog.at_level(logging.WARNING):
+        dataset, report = prepare_dataset(path, max_length=8, vocab_size=9)
+    assert len(dataset) == 2
+    assert (report.skipped, report.first_skipped) == ({"line is not JSON": 3}, {"line is not JSON": "line 3"})
+    assert "3 × line is not JSON (first: line 3)" in caplog.text
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": []}])
+    _, report = prepare_dataset(data, max_length=2, vocab_size=9, split_long=True)
+    assert report.first_skipped == {"empty row": "row 2"}
+
+
+def test_failures_that_are_not_the_templates_are_passed_on(tokenizer: PreTrainedTokenizerFast) -> None:
+    def missing(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("jinja2 is missing")
+
+    tokenizer.apply_chat_template = missing
+    with pytest.raises(ImportError):
+        tokenize_row({"messages": CHAT}, tokenizer)
 
 
 def test_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -117,6 +142,8 @@ def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
         prepare_dataset(write(tmp_path / "empty.jsonl", []), max_length=8, vocab_size=9)
     with pytest.raises(FileNotFoundError, match="missing.jsonl"):
         prepare_dataset(tmp_path / "missing.jsonl", max_length=8, vocab_size=9)
+    with pytest.raises(IsADirectoryError, match="is a folder; give a JSON Lines file"):
+        prepare_dataset(tmp_path, max_length=8, vocab_size=9)
 
 
 def test_long_rows_are_cut_or_split() -> None:

@@ -61,12 +61,28 @@ def test_no_decay(decay: float | None) -> None:
         ({"num_anchors": 0}, "num_anchors.*at least 1"),
         ({"max_length": 1}, "max_length.*at least 2"),
         ({"loss_chunk_size": 0}, "loss_chunk_size.*at least 1"),
-        ({"tv_weight": -1.0}, "tv_weight.*positive"),
+        ({"tv_weight": -1.0}, "tv_weight.*at least 0"),
+        ({"ce_weight": math.nan}, "ce_weight.*at least 0"),
         ({"ce_weight": 0.0, "tv_weight": 0.0}, "both 0"),
-        ({"loss_decay": -4.0}, "loss_decay.*no decay"),
+        ({"loss_decay": -4.0}, "loss_decay.*at least 0"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size.*at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate.*positive"),
+        ({"num_train_epochs": 0}, "num_train_epochs.*positive"),
+        ({"logging_steps": 0}, "logging_steps.*positive"),
+        ({"save_steps": -1}, "save_steps.*positive"),
+        ({"seed": -1}, "seed.*from 0 to"),
+        ({"output_dir": ""}, "output_dir.*empty"),
+        ({"output_dir": __file__}, "output_dir.*is a file; give a folder"),
+        ({"output_dir": f"{__file__}/drafter"}, "output_dir.*is a file; give a folder"),
         ({"remove_unused_columns": True}, "remove_unused_columns.*loss_mask"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], names: str) -> None:
     with pytest.raises(ValueError, match=names):
-        DSparkTrainingArguments(output_dir="unused", **options)
+        DSparkTrainingArguments(**{"output_dir": "unused", **options})
+
+
+def test_steps_that_are_not_used_may_be_anything() -> None:
+    DSparkTrainingArguments(
+        output_dir="unused", logging_strategy="no", logging_steps=0, save_strategy="no", save_steps=0
+    )

@@ -43,6 +43,10 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
     assert (config.markov_head_type, config.target_layer_ids) == ("gated", [0, 2])
     assert drafter.confidence_head is None
 
+    code, text = run(*options, "--max-steps", 3)
+    assert code == 1
+    assert "up to checkpoint-2: set --resume to go on from the last one, or give a fresh folder as --output" in text
+
     # A resumed run takes the drafter's shape from the checkpoint.
     code, text = run(*options, "--max-steps", 3, "--eval-data", data, "--resume")
     assert code == 0, text
@@ -56,7 +60,18 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
         (["--data", "nowhere.jsonl"], "--data is 'nowhere.jsonl', and there is no such file"),
         (["--target-layers", "1;2"], "--target-layers is '1;2'"),
         (["--resume"], "no checkpoint to resume from"),
-        (["--num-anchors", 0], "`num_anchors` is 0"),
+        (["--num-anchors", 0], "--num-anchors is 0; it must be at least 1"),
+        (["--batch-size", 0], "--batch-size is 0; it must be at least 1"),
+        (["--learning-rate", -1], "--learning-rate is -1.0; it must be a positive number"),
+        (["--seed", -1], "--seed is -1; it must be from 0"),
+        (["--logging-steps", 0], "--logging-steps is 0; it must be a positive number"),
+        (["--drafter-layers", 0], "--drafter-layers is 0; it must be at least 1"),
+        (["--target-layers", 9], "--target-layers is [9], out of range"),
+        (["--data", "."], "--data is '.', which is a folder; give a JSON Lines file"),
+        (["--output", __file__], "is a file; give a folder"),
+        (["--output", ""], "--output is empty; give a folder"),
+        (["--target", "./nope"], "There is no folder './nope'; --target takes"),
+        (["--warm-start", "./nope"], "There is no folder './nope'; --warm-start takes"),
     ],
 )
 def test_user_errors_are_one_line(

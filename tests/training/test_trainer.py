@@ -92,6 +92,8 @@ def test_resumed_run_equals_an_unbroken_one(target: PreTrainedModel, dataset: Da
     assert not torch.equal(weights(broken), weights(unbroken))
     checkpoint = tmp_path / "b" / "checkpoint-3"
     assert torch.equal(weights(DSparkDrafter.from_pretrained(checkpoint)), weights(broken))
+    with pytest.raises(ValueError, match="up to checkpoint-3: set `resume` .* or give a fresh folder as `output_dir`"):
+        train_drafter(target, dataset, make_drafter(target), args)
     resumed = train_drafter(target, dataset, make_drafter(target), make_args(tmp_path / "b", **options), resume=True)
     torch.testing.assert_close(weights(resumed), weights(unbroken), atol=1e-6, rtol=0)
 
@@ -131,6 +133,10 @@ def test_user_errors(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) 
         train_drafter(target, dataset, drafter, make_args(tmp_path), resume=True)
     with pytest.raises(ValueError, match=f"vocabulary of {VOCAB_SIZE}"):
         train_drafter(target, Dataset.from_list([{"input_ids": [5, 500]}]), drafter, make_args(tmp_path))
+    for names in ({"target": "./nope"}, {"drafter": "./nope"}, {"target": Path("./nope/nope/nope")}):
+        options = {"target": target, "drafter": drafter, **names}
+        with pytest.raises(OSError, match=f"There is no folder .*nope'; `{next(iter(names))}` takes"):
+            train_drafter(train_data=dataset, training_args=make_args(tmp_path), **options)
     drafter.config.vocab_size = 7
     with pytest.raises(ValueError, match="made for another target"):
         DSparkTrainer(drafter, target, make_args(tmp_path), dataset)

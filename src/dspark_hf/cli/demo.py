@@ -57,7 +57,7 @@ def demo(
                 "temperature 1" if sampled else "greedy",
                 f"{result.accepted_length:.2f}",
                 f"{result.speedup:.2f}x",
-                f"{repeated_share(result.draft_ids.tolist()):.0%}",
+                f"{repeated_share(result.draft_ids[0].tolist()):.0%}",
             )
         console.print(table)
         for sampled, name in ((False, "greedy"), (True, "temperature 1")):

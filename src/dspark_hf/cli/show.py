@@ -29,7 +29,7 @@ def coloured(comparison: Comparison, tokenizer: Any) -> Text:
     """The text with the drafter, coloured by where each token comes from."""
     text = Text(tokenizer.decode(comparison.prompt_ids[0], skip_special_tokens=True), style=PROMPT_STYLE)
     # Runs of tokens of one origin are decoded with what precedes them: one token may be part of a character.
-    ids, origins = comparison.draft_ids.tolist(), comparison.origins()
+    ids, origins = comparison.draft_ids[0].tolist(), comparison.origins()
     written = ""
     for end in range(1, len(ids) + 1):
         if end == len(ids) or origins[end] != origins[end - 1]:
@@ -44,12 +44,12 @@ def show(console: Console, comparison: Comparison, tokenizer: Any, title: str, s
     console.print(Panel(coloured(comparison, tokenizer), title=title, title_align="left"))
     same = comparison.plain_ids.tolist() == comparison.draft_ids.tolist()
     if sampled:
-        plain = tokenizer.decode(comparison.plain_ids, skip_special_tokens=True)
+        plain = tokenizer.decode(comparison.plain_ids[0], skip_special_tokens=True)
         console.print(Panel(Text(plain), title="plain generate, another sample of the same distribution"))
     elif same:
         console.print("[green]✓[/green] plain generate gives the same text, token for token")
     else:
-        plain = tokenizer.decode(comparison.plain_ids, skip_special_tokens=True)
+        plain = tokenizer.decode(comparison.plain_ids[0], skip_special_tokens=True)
         console.print(Panel(Text(plain), title="plain generate"))
         console.print(
             "[yellow]![/yellow] the texts differ: in less than float32, or between two nearly equal logits, the order "

@@ -11,6 +11,30 @@ import typer
 
 from .errors import user_errors
 
+FLAGS = {
+    "block_size": "--block-size",
+    "ce_weight": "--ce-weight",
+    "gradient_accumulation_steps": "--gradient-accumulation",
+    "learning_rate": "--learning-rate",
+    "logging_steps": "--logging-steps",
+    "markov_rank": "--markov-rank",
+    "mask_token_id": "--mask-token-id",
+    "max_length": "--max-length",
+    "max_steps": "--max-steps",
+    "num_anchors": "--num-anchors",
+    "num_hidden_layers": "--drafter-layers",
+    "num_train_epochs": "--epochs",
+    "output_dir": "--output",
+    "per_device_train_batch_size": "--batch-size",
+    "resume": "--resume",
+    "save_steps": "--save-steps",
+    "seed": "--seed",
+    "target": "--target",
+    "target_layer_ids": "--target-layers",
+    "tv_weight": "--tv-weight",
+}
+"""Flags by the library's names for them."""
+
 
 class MarkovHead(str, enum.Enum):
     """Kinds of sequential head."""
@@ -79,7 +103,7 @@ def train(
     from ..models import DSparkConfig
     from ..training import DSparkTrainingArguments, find_checkpoint, load_target, train_drafter
 
-    with user_errors():
+    with user_errors(**FLAGS):
         _check_file("--data", data)
         if eval_data is not None:
             _check_file("--eval-data", eval_data)
@@ -102,23 +126,25 @@ def train(
             seed=seed,
             bf16=bf16,
         )
-        checkpoint = find_checkpoint(output) if resume else None
+        checkpoint = find_checkpoint(output, resume)
+        config = DSparkConfig(
+            num_hidden_layers=drafter_layers,
+            block_size=block_size,
+            markov_rank=markov_rank,
+            markov_head_type=markov_head.value,
+            enable_confidence_head=confidence,
+            target_layer_ids=_layers(target_layers),
+            mask_token_id=mask_token_id,
+        )
+    start = checkpoint or warm_start
+    with user_errors(pretrained_model_name_or_path="--resume" if checkpoint else "--warm-start"):
+        drafter: Any = None if start is None else AutoDrafter.from_pretrained(start)
+    with user_errors(**FLAGS):
         model, tokenizer = load_target(target)
-        start = checkpoint or warm_start
-        if start is not None:
-            drafter: Any = AutoDrafter.from_pretrained(start)
-        else:
+        if drafter is None:
             set_seed(seed)
-            config = DSparkConfig(
-                num_hidden_layers=drafter_layers,
-                block_size=block_size,
-                markov_rank=markov_rank,
-                markov_head_type=markov_head.value,
-                enable_confidence_head=confidence,
-                target_layer_ids=_layers(target_layers),
-                mask_token_id=mask_token_id,
-            )
             drafter = get_drafter(model, config, tokenizer=tokenizer)
+    with user_errors():
         train_drafter(
             model,
             data,
@@ -134,6 +160,8 @@ def train(
 
 def _check_file(option: str, path: str) -> None:
     """Said before the target is loaded, which may take minutes."""
+    if Path(path).is_dir():
+        raise ValueError(f"{option} is {path!r}, which is a folder; give a JSON Lines file.")
     if not Path(path).is_file():
         raise ValueError(f"{option} is {path!r}, and there is no such file.")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..models.configuration_dspark import DSparkConfig
+from ..models.configuration_dspark import DSparkConfig, check_fields
 from ..models.modeling_dspark import DSparkDrafter
 from .formats import find_file
 
@@ -55,6 +55,7 @@ def config_from_deepspec(native: dict[str, Any]) -> DSparkConfig:
     """Translates the `config.json` of a DeepSpec drafter.
 
     Raises:
+        TypeError: if a key has a value of another type.
         ValueError: if it is none, or lacks keys that a drafter needs.
     """
     architecture = next((name for name in native.get("architectures") or [] if name in ARCHITECTURES), None)
@@ -66,6 +67,7 @@ def config_from_deepspec(native: dict[str, Any]) -> DSparkConfig:
     if missing:
         raise ValueError(f"The DeepSpec config lacks {missing}; take config.json from the original checkpoint.")
     fields = {key: native[key] for key in SAME_MEANING if native.get(key) is not None}
+    check_fields(fields)
     # DeepSpec writes the keys of a head only where the head exists; without the flag there is none.
     fields.setdefault("enable_confidence_head", False)
     fields.setdefault("confidence_head_with_markov", False)
@@ -107,7 +109,10 @@ def _gemma4_fields(native: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(native: dict[str, Any]) -> dict[str, Any]:
     """Rotary embedding, which configs hold nested by layer type, flat, or as `rope_theta` and `rope_scaling`."""
-    rope = dict(native.get("rope_parameters") or native.get("rope_scaling") or {})
+    rope = native.get("rope_parameters") or native.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise TypeError(f"`rope_parameters` or `rope_scaling` is {rope!r}; it must be a mapping of names to values.")
+    rope = dict(rope)
     if isinstance(rope.get("full_attention"), dict):
         rope = dict(rope["full_attention"])
     rope = {name: value for name, value in rope.items() if value is not None and not isinstance(value, dict)}

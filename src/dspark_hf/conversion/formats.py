@@ -61,7 +61,8 @@ def detect_format(config: dict[str, Any]) -> str:
 
     `model_type` decides only for our own format: others keep their target's.
     """
-    architectures = [str(name) for name in config.get("architectures") or []]
+    listed = config.get("architectures")
+    architectures = [str(name) for name in listed] if isinstance(listed, list) else []
     if config.get("model_type") == "dspark":
         return DSPARK
     if "speculators_model_type" in config or "speculators_config" in config:
@@ -81,13 +82,14 @@ def detect_format(config: dict[str, Any]) -> str:
     return UNKNOWN
 
 
-def refuse_foreign(found: str, path: str | os.PathLike[str]) -> ValueError:
-    """The error for a checkpoint that `AutoDrafter` does not load."""
+def refuse_foreign(found: str, path: str | os.PathLike[str], model_type: str | None = None) -> ValueError:
+    """The error for a checkpoint that `AutoDrafter` does not load; `model_type` is that of its config."""
     loads = "`AutoDrafter` loads drafters of this package and of DeepSpec (`Qwen3DSparkModel`, `Gemma4DSparkModel`)."
     if found == FULL_MODEL:
         return ValueError(
-            f"{path!s} is a full model, not a drafter; load it with `AutoModelForCausalLM` and pass it to `generate` "
-            f"directly as `assistant_model`. {loads}"
+            f"{path!s} is a {model_type or 'full'} language model, not a drafter. Give a drafter that was made for it "
+            "or build one with `get_drafter(target)` and train it. To draft with the model itself load it with "
+            f"`AutoModelForCausalLM` and pass it to `generate` directly as `assistant_model`. {loads}"
         )
     if found in FOREIGN_FORMATS:
         return ValueError(f"{path!s} is {FOREIGN_FORMATS[found]}, which is not supported. {loads}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, Features, Sequence, Value
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class DataReport:
         tokens: tokens of these sequences.
         trained_tokens: those in the loss mask.
         skipped: rows that were left out, by reason.
+        first_skipped: where the first of them is, by reason: its line in the file or its row, counted from 1.
     """
 
     rows: int = 0
@@ -46,6 +47,7 @@ class DataReport:
     tokens: int = 0
     trained_tokens: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+    first_skipped: dict[str, str] = field(default_factory=dict)
 
 
 def prepare_dataset(
@@ -80,7 +82,7 @@ def prepare_dataset(
         A dataset with the columns `input_ids` and `loss_mask`, and a report.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
+        OSError: if the file does not exist or cannot be read.
         ValueError: if no row is left.
     """
     dataset = _read_lines(Path(data)) if isinstance(data, (str, os.PathLike)) else data
@@ -93,18 +95,27 @@ def prepare_dataset(
         raise _nothing_left(report)
     prepared = dataset.map(
         _RowMapper(tokenizer, max_length, vocab_size, split_long),
+        with_indices=True,
         batched=True,
         batch_size=64,
         remove_columns=dataset.column_names,
         features=Features(
-            {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8")), "problem": Value("string")}
+            {
+                "input_ids": Sequence(Value("int32")),
+                "loss_mask": Sequence(Value("int8")),
+                "problem": Value("string"),
+                "place": Value("string"),
+            }
         ),
         num_proc=num_proc,
         desc="Tokenising",
     )
     problems = prepared["problem"][:]
-    report.skipped = dict(Counter(problem for problem in problems if problem))
-    prepared = prepared.remove_columns("problem")
+    for problem, place in zip(problems, prepared["place"][:], strict=True):
+        if problem:
+            report.skipped[problem] = report.skipped.get(problem, 0) + 1
+            report.first_skipped.setdefault(problem, place)
+    prepared = prepared.remove_columns(["problem", "place"])
     if report.skipped:
         prepared = prepared.select([index for index, problem in enumerate(problems) if not problem])
         logger.warning("Left out %d of %d rows: %s.", sum(report.skipped.values()), report.rows, _reasons(report))
@@ -121,7 +132,10 @@ def _nothing_left(report: DataReport) -> ValueError:
 
 
 def _reasons(report: DataReport) -> str:
-    return ", ".join(f"{count} × {reason}" for reason, count in report.skipped.items()) or "there are none"
+    reasons = [
+        f"{count} × {reason} (first: {report.first_skipped[reason]})" for reason, count in report.skipped.items()
+    ]
+    return ", ".join(reasons) or "there are none"
 
 
 def _count(dataset: Dataset, report: DataReport) -> None:
@@ -134,24 +148,27 @@ def _count(dataset: Dataset, report: DataReport) -> None:
 
 def _read_lines(path: Path) -> Dataset:
     """Lines of a file, unparsed: Arrow would refuse the whole file for one line of another form."""
+    if path.is_dir():
+        raise IsADirectoryError(f"The data file {str(path)!r} is a folder; give a JSON Lines file.")
     if not path.is_file():
         raise FileNotFoundError(f"The data file {str(path)!r} does not exist.")
     if next(_lines(str(path)), None) is None:
-        return Dataset.from_dict({"line": []})  # the builder below refuses to build nothing
+        return Dataset.from_dict({"number": [], "line": []})  # the builder below refuses to build nothing
     stat = path.stat()
     # Size and time are part of the arguments so that a changed file is not taken from the cache.
     arguments = {"path": str(path), "stamp": f"{stat.st_size}-{stat.st_mtime_ns}"}
-    dataset = Dataset.from_generator(_lines, features=Features({"line": Value("large_string")}), gen_kwargs=arguments)
+    features = Features({"number": Value("int64"), "line": Value("large_string")})
+    dataset = Dataset.from_generator(_lines, features=features, gen_kwargs=arguments)
     if not isinstance(dataset, Dataset):
         raise ValueError(f"The data file {str(path)!r} cannot be read as lines of text.")
     return dataset
 
 
-def _lines(path: str, stamp: str = "") -> Iterator[dict[str, str]]:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+def _lines(path: str, stamp: str = "") -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             if line.strip():
-                yield {"line": line}
+                yield {"number": number, "line": line}
 
 
 # --- one row ---------------------------------------------------------------------------------------------------------
@@ -166,10 +183,11 @@ class _RowMapper:
     vocab_size: int
     split_long: bool
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        output: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "problem": []}
-        for values in zip(*batch.values(), strict=True):
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        output: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "problem": [], "place": []}
+        for index, *values in zip(indices, *batch.values(), strict=True):
             row = dict(zip(batch, values, strict=True))
+            place = f"line {row['number']}" if _is_line(row) else f"row {index + 1}"
             try:
                 sequences, problem = self._sequences(row), ""
             except BadRow as error:
@@ -178,6 +196,7 @@ class _RowMapper:
                 output["input_ids"].append(input_ids)
                 output["loss_mask"].append(loss_mask)
                 output["problem"].append(problem)
+                output["place"].append(place)
         return output
 
     def _sequences(self, row: dict[str, Any]) -> list[Tokens]:
@@ -201,12 +220,17 @@ def _is_trainable(loss_mask: list[int]) -> bool:
     return any(first and second for first, second in zip(loss_mask, loss_mask[1:], strict=False))
 
 
+def _is_line(row: dict[str, Any]) -> bool:
+    """Whether this is a line of a file, not yet parsed."""
+    return row.keys() == {"number", "line"}
+
+
 def _parse(row: dict[str, Any]) -> dict[str, Any]:
     """The row without unset columns; a line of a file is parsed."""
-    if list(row) == ["line"]:
+    if _is_line(row):
         try:
             row = json.loads(row["line"])
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow("line is not JSON") from error
         if not isinstance(row, dict):
             raise BadRow("line is not a JSON object")
@@ -272,9 +296,7 @@ def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> T
         if "{% generation" in template or "{%- generation" in template:
             return _from_marked_template(messages, tokenizer)
         return _from_rendered_prefixes(messages, tokenizer)
-    except BadRow:
-        raise
-    except Exception as error:  # templates raise what they like
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadRow(f"the chat template fails with {type(error).__name__}") from error
 
 
@@ -325,6 +347,10 @@ def _string(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         raise BadRow(f"`{column}` is not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets through and tokenizers do not
+        raise BadRow(f"`{column}` is not valid Unicode") from error
     return value
 
 

@@ -16,16 +16,16 @@ from ..models import Drafter
 
 @dataclass
 class Comparison:
-    """Plain and speculative decoding of one prompt.
+    """Plain and speculative decoding of one prompt, or of a batch of prompts.
 
     Attributes:
-        prompt_ids: `(1, length)`.
-        plain_ids: `(n,)`, new tokens of plain `generate` in its last repeat.
-        draft_ids: `(n,)`, new tokens with the drafter in its last repeat.
+        prompt_ids: `(batch, length)`.
+        plain_ids: `(batch, n)`, new tokens of plain `generate` in its last repeat.
+        draft_ids: `(batch, n)`, new tokens with the drafter in its last repeat.
         plain_seconds: one time per repeat.
         draft_seconds: one time per repeat.
-        plain_tokens: new tokens of each plain repeat.
-        draft_tokens: new tokens of each repeat with the drafter.
+        plain_tokens: new tokens of each plain repeat, all rows together, without padding.
+        draft_tokens: new tokens of each repeat with the drafter, counted in the same way.
         stats: `GenerationStats` of each repeat with the drafter.
     """
 
@@ -52,7 +52,7 @@ class Comparison:
         return sum(entry.emitted for entry in rounds) / sum(entry.rows for entry in rounds) if rounds else 0.0
 
     def origins(self) -> list[bool]:
-        """For each token of `draft_ids`, whether it was drafted (true) or the target's own (false)."""
+        """For each token of `draft_ids` of a single prompt, whether it was drafted or the target's own (false)."""
         drafted = [False]
         for entry in self.stats[-1].rounds:
             drafted += [True] * entry.accepted + [False] * (entry.emitted - entry.accepted)
@@ -78,7 +78,7 @@ def compare(
     Args:
         target: the target.
         drafter: its drafter.
-        prompt_ids: `(1, length)`.
+        prompt_ids: `(batch, length)`; padding, on the left, goes with an `attention_mask` among the options.
         repeats: timed runs of each; the figures are medians over them.
         seed: seed of the first repeat, the following ones count up from it; matters only when sampling.
         draft_options: options of `generate` for the runs with the drafter only.
@@ -101,15 +101,24 @@ def compare(
         )
         stats.append(drafter.last_stats)
     length = prompt_ids.shape[1]
+    eos = options.get("eos_token_id", target.generation_config.eos_token_id)
+    ends = set() if eos is None else set(eos if isinstance(eos, (list, tuple)) else [eos])
     return Comparison(
         prompt_ids=prompt_ids,
-        plain_ids=plain[-1][0][0, length:],
-        draft_ids=draft[-1][0][0, length:],
+        plain_ids=plain[-1][0][:, length:],
+        draft_ids=draft[-1][0][:, length:],
         plain_seconds=[seconds for _, seconds in plain],
         draft_seconds=[seconds for _, seconds in draft],
-        plain_tokens=[ids.shape[1] - length for ids, _ in plain],
-        draft_tokens=[ids.shape[1] - length for ids, _ in draft],
+        plain_tokens=[_new_tokens(ids[:, length:], ends) for ids, _ in plain],
+        draft_tokens=[_new_tokens(ids[:, length:], ends) for ids, _ in draft],
         stats=stats,
+    )
+
+
+def _new_tokens(ids: torch.Tensor, ends: set[int]) -> int:
+    """Tokens of `ids (batch, n)` up to and with each row's end of sequence."""
+    return sum(
+        next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in ids.tolist()
     )
 
 

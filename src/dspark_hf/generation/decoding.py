@@ -175,7 +175,7 @@ class _Loop:
         """The prompts' forward pass, whose tokens are the target's own and the first anchors."""
         self.active = self.rows.active
         output = self.session.prefill(self.rows.buffer)
-        self.prompt_columns = self.session.columns
+        self.prompt_columns, self.prompt_padding = self.session.columns, self.session.padding
         self.stats.prefill_seconds = self.clock.seconds(start, self.clock.now())
         self.processors.begin_certain()
         raw, scores = self._process(output, [[] for _ in self.active])
@@ -220,8 +220,14 @@ class _Loop:
                 emitted=sum(emitted),
                 draft_seconds=self.clock.seconds(marks[0], marks[1]),
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
+                anchors=tuple(self._text_position(row, length - 1) for row, length in zip(active, before, strict=True)),
+                emitted_by_row=tuple(emitted),
             )
         )
+
+    def _text_position(self, row: int, column: int) -> int:
+        """Text position of a column of the row's ids, which a prompt of embeddings is not part of."""
+        return self.prompt_columns - self.prompt_padding[row] + column - self.rows.prompt_length
 
     def _propose(self) -> tuple[Proposal, list[int], list[list[int]]]:
         """The draft, its tokens per row that are confident enough, and those of them that can still be kept."""

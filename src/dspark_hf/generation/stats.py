@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ class RoundStats:
         emitted: tokens added to the output: the accepted ones and the target's own, less what an end cut off.
         draft_seconds: time of drafting.
         verify_seconds: time of the target's forward pass.
+        anchors: text position of each row's anchor.
+        emitted_by_row: `emitted`, row by row.
     """
 
     rows: int
@@ -32,6 +35,8 @@ class RoundStats:
     emitted: int
     draft_seconds: float
     verify_seconds: float
+    anchors: tuple[int, ...] = ()
+    emitted_by_row: tuple[int, ...] = ()
 
 
 @dataclass
@@ -39,16 +44,16 @@ class GenerationStats:
     """Statistics of one `generate` call that a drafter served; printing it gives a summary.
 
     Attributes:
-        batch: rows of the call.
         rounds: one entry per round; the prefill, which gives each row's first token, is not a round.
         prefill_seconds: time of the target's forward over the prompt.
         total_seconds: time from the start of the prefill to the last token.
+        batch: rows of the call.
     """
 
-    batch: int = 1
     rounds: list[RoundStats] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
+    batch: int = 1
 
     @property
     def mean_accepted_length(self) -> float:
@@ -60,6 +65,20 @@ class GenerationStats:
         """Share of verified drafted tokens that were kept; 0 where none was verified."""
         verified = sum(entry.verified for entry in self.rounds)
         return sum(entry.accepted for entry in self.rounds) / verified if verified else 0.0
+
+    def accepted_length_by_position(self, width: int = 256) -> dict[int, float]:
+        """Mean accepted length of the rounds whose anchor is in each stretch of `width` text positions.
+
+        Shows whether drafts fade where the context is longer than what the drafter was trained on.
+
+        Returns:
+            First position of each stretch to the mean, bonus token included.
+        """
+        stretches: dict[int, list[int]] = {}
+        for entry in self.rounds:
+            for anchor, emitted in zip(entry.anchors, entry.emitted_by_row, strict=True):
+                stretches.setdefault(anchor // width * width, []).append(emitted)
+        return {start: statistics.fmean(emitted) for start, emitted in sorted(stretches.items())}
 
     def total(self, name: str) -> Any:
         """Sum of one field of `RoundStats` over all rounds."""

@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+_LEAST = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "sliding_window": 1,
+    "block_size": 1,
+    "num_target_layers": 1,
+}
+"""Smallest value of a field, where it is set."""
+
+_ROPE_KEYS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+"""What a type of rotary embedding needs beside `rope_theta`."""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(of, value))
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", _is_int),
+    "float": ("a finite number", _is_number),
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "list[int]": ("a list of whole numbers", lambda value: _is_list(value, _is_int)),
+    "list[str]": ("a list of strings", lambda value: _is_list(value, lambda item: isinstance(item, str))),
+    "dict[str, Any]": ("a mapping of names to values", lambda value: isinstance(value, dict)),
+}
+"""What a field takes, in words and as a test, by its annotation."""
+
+
+def check_fields(values: Mapping[str, Any]) -> None:
+    """Checks fields of a `DSparkConfig` one by one; other names are passed over.
+
+    Raises:
+        TypeError: if a value is of another type than its field.
+        ValueError: if a number is too small.
+    """
+    for name, annotation in DSparkConfig.__annotations__.items():
+        if name not in values:
+            continue
+        value = values[name]
+        # Facts about the target are annotated as they are once `get_drafter` has filled them in.
+        may_be_unset = annotation.endswith(" | None") or getattr(DSparkConfig, name, ...) is None
+        if value is None and may_be_unset:
+            continue
+        kind, fits = _KINDS[annotation.removesuffix(" | None")]
+        if not fits(value):
+            raise TypeError(f"`{name}` is {value!r}; it must be {kind}{', or unset' if may_be_unset else ''}.")
+        if name in _LEAST and value < _LEAST[name]:
+            raise ValueError(f"`{name}` is {value}; it must be at least {_LEAST[name]}.")
 
 
 def _from_target(help_text: str) -> Any:
     """A field that is a fact about the target: `None` in a new config, filled in by `get_drafter`."""
     return field(default=None, metadata={"help": help_text})
+
+
+def _check_dtype(value: Any) -> None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"`dtype` is {value!r}; name a floating-point type of torch, such as 'float32'.")
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -26,6 +99,7 @@ class DSparkConfig(PreTrainedConfig):
     `final_logit_softcapping` turn them into Gemma-style ones.
 
     Raises:
+        TypeError: if a field has a value of another type.
         ValueError: if a field is out of its range or two fields contradict each other.
     """
 
@@ -93,25 +167,49 @@ class DSparkConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.tie_word_embeddings = False
+        self.layer_types = self.layer_types or []
+        self._check()
+        _check_dtype(kwargs.get("torch_dtype"))
         if self.markov_rank == 0:
             self.confidence_head_with_markov = False
         rope_parameters = self.rope_parameters and {"rope_type": "default", **self.rope_parameters}
         if not self.layer_types:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
-        self._check()
         super().__post_init__(**kwargs)
         # Where it is unset Transformers fills in a default base, which would hide that the target's is to be taken.
         self.rope_parameters = rope_parameters
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `PreTrainedConfig.from_dict`.
+
+        Raises:
+            ValueError: if it is the config of another model.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"This is a {model_type} model ({config_dict.get('architectures')}), not a drafter of this package. "
+                "If it is a drafter in another format, load it with `AutoDrafter.from_pretrained`; if it is a target, "
+                "build a drafter for it with `get_drafter(target)`."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
     def _check(self) -> None:
-        """Raises `ValueError` for a field that no drafter can have."""
-        for name in ("num_hidden_layers", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        """Raises `TypeError` or `ValueError` for fields that no drafter can have."""
+        check_fields(vars(self))
+        _check_dtype(self.dtype)
+        for name, choices in (("markov_head_type", MARKOV_HEAD_TYPES), ("hidden_act", tuple(ACT2FN))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {choices}.")
         if self.markov_rank < 0:
             raise ValueError(f"`markov_rank` is {self.markov_rank}; use 0 for no sequential head, or a positive rank.")
-        if self.markov_head_type not in MARKOV_HEAD_TYPES:
-            raise ValueError(f"`markov_head_type` is {self.markov_head_type!r}; choose one of {MARKOV_HEAD_TYPES}.")
+        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
+            raise ValueError(
+                f"`final_logit_softcapping` is {self.final_logit_softcapping}; it must be positive, or unset for none."
+            )
+        self._check_heads()
+        self._check_rope()
         self._check_layer_types()
         self._check_target_layers()
         if self.vocab_size is not None and self.mask_token_id is not None:
@@ -120,9 +218,28 @@ class DSparkConfig(PreTrainedConfig):
                     f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens."
                 )
 
+    def _check_heads(self) -> None:
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if heads is not None and shared is not None and heads % shared:
+            raise ValueError(
+                f"`num_attention_heads` is {heads}, which `num_key_value_heads` = {shared} does not divide."
+            )
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters
+        if rope is None:
+            return
+        needed = ("rope_theta", *_ROPE_KEYS.get(str(rope.get("rope_type")), ()))
+        for key in (*needed, "partial_rotary_factor"):
+            value: Any = rope.get(key)
+            if value is None and key not in needed:
+                continue
+            if not (_is_number(value) and value > 0):
+                raise ValueError(f"`rope_parameters` has `{key}` = {value!r}; it must be a positive number.")
+
     def _check_layer_types(self) -> None:
         layer_types = self.layer_types
-        if len(layer_types) != self.num_hidden_layers:
+        if layer_types and len(layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has {len(layer_types)} entries for `num_hidden_layers` = {self.num_hidden_layers}; "
                 "give one per drafter layer, or leave it unset."
@@ -163,4 +280,4 @@ class DSparkConfig(PreTrainedConfig):
         return [name for name in needed if getattr(self, name) is None]
 
 
-__all__ = ["MARKOV_HEAD_TYPES", "DSparkConfig"]
+__all__ = ["MARKOV_HEAD_TYPES", "DSparkConfig", "check_fields"]

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -54,7 +55,7 @@ class Drafter(PreTrainedModel):
         Only weak references are kept: the target is neither saved, moved nor trained with the drafter.
 
         Raises:
-            ValueError: if hidden size, vocabulary or the layers to capture do not fit the target.
+            ValueError: if hidden size, vocabulary, number of layers or the layers to capture do not fit the target.
         """
         self.check_target(target)
         self._target_modules = (
@@ -65,20 +66,25 @@ class Drafter(PreTrainedModel):
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` where this drafter cannot draft for `target`."""
         text_config = target.config.get_text_config(decoder=True)
-        for name, unit in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
-            ours, theirs = getattr(self.config, name), getattr(text_config, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"The drafter's `{name}` is {ours} but the target {_name(target)} has a {unit} of {theirs}: this "
-                    "drafter was made for another target. Load the drafter that belongs to this target, or build one "
-                    "with `get_drafter(target)`."
-                )
         num_layers = text_config.num_hidden_layers
         if max(self.config.target_layer_ids) >= num_layers:
             raise ValueError(
                 f"The drafter's `target_layer_ids` {self.config.target_layer_ids} name a layer that the target "
                 f"{_name(target)} of {num_layers} layers does not have; layers are numbered 0 to {num_layers - 1}."
             )
+        facts = {
+            "hidden_size": (text_config.hidden_size, "a hidden size of {}"),
+            "vocab_size": (text_config.vocab_size, "a vocabulary of {}"),
+            "num_target_layers": (num_layers, "{} layers"),
+        }
+        for name, (theirs, has) in facts.items():
+            ours = getattr(self.config, name)
+            if ours is not None and ours != theirs:
+                raise ValueError(
+                    f"The drafter's `{name}` is {ours} but the target {_name(target)} has {has.format(theirs)}: this "
+                    "drafter was made for another target. Load the drafter that belongs to this target, or build one "
+                    "with `get_drafter(target)`."
+                )
         if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
             raise ValueError(f"The target {_name(target)} has no embeddings or no LM head that a drafter could use.")
 
@@ -144,7 +150,8 @@ class Drafter(PreTrainedModel):
         `save_pretrained` then writes them too. Does nothing where the drafter already has its own.
 
         Raises:
-            ValueError: if the drafter is bound to no target, or the target's LM head has a bias.
+            ValueError: if the drafter is bound to no target, the target's LM head has a bias, or there are no weights
+                to copy because they are quantised or offloaded.
         """
         if not self.config.share_target_embeddings:
             return
@@ -153,13 +160,26 @@ class Drafter(PreTrainedModel):
                 "The target's LM head has a bias, which a drafter's own LM head has not: leave the drafter bound to "
                 "its target instead of copying the target's embeddings."
             )
-        state = [self._shared_module(index).weight for index in (0, 1)]
+        state = [self._plain_weight(index) for index in (0, 1)]
         device, dtype = self.device, self.dtype
         self._make_own_embeddings()
         for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=True):
             module.to(device=device, dtype=dtype).load_state_dict({"weight": weight})  # type: ignore[union-attr]
             module.requires_grad_(False)  # type: ignore[union-attr]
         self.config.share_target_embeddings = False
+
+    def _plain_weight(self, index: int) -> torch.Tensor:
+        """Weights of the target's embeddings or LM head, `(vocab, d)`; raises `ValueError` for quantised ones."""
+        weight: Any = getattr(self._shared_module(index), "weight", None)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        plain = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
+        if not plain or weight.is_meta or weight.shape != shape:
+            raise ValueError(
+                f"The target's {('embeddings', 'LM head')[index]} cannot be copied: the weights are quantised, packed "
+                "or offloaded. Leave the drafter bound to its target, or copy from the target loaded without "
+                "quantisation."
+            )
+        return weight
 
     # --- loading ---------------------------------------------------------------------------------------------
 
@@ -172,6 +192,8 @@ class Drafter(PreTrainedModel):
         Raises:
             OSError: if weights are missing, of another shape, or unreadable. A drafter with fresh random weights
                 would still give the target's text, only slower, and nobody would notice.
+            TypeError: if a field of the config has a value of another type.
+            ValueError: if the config is that of another model, or describes no drafter.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         # Tensors of another shape are reported below by name, which Transformers' own error does not do.
@@ -180,9 +202,7 @@ class Drafter(PreTrainedModel):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
+        except SafetensorError as error:
             raise OSError(
                 f"The weights of the drafter {pretrained_model_name_or_path!s} cannot be read ({error}): a file is "
                 "truncated or damaged. Download or save the checkpoint again."

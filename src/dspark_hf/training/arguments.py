@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from transformers import TrainingArguments
+
+_LEAST = {
+    "num_anchors": 1,
+    "max_length": 2,
+    "ce_weight": 0,
+    "tv_weight": 0,
+    "confidence_weight": 0,
+    "loss_decay": 0,
+    "loss_chunk_size": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+"""Smallest value of an argument, where it is set."""
 
 
 @dataclass
@@ -59,23 +75,39 @@ class DSparkTrainingArguments(TrainingArguments):
 
     def _check(self) -> None:
         """Raises `ValueError` for an option that no training can use."""
-        at_least = {"num_anchors": 1, "max_length": 2, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
-        for name, least in at_least.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"`{name}` is {value}; it must be at least {least}.")
+        positive = {
+            "learning_rate": True,
+            "num_train_epochs": self.max_steps == -1,
+            "logging_steps": self.logging_strategy == "steps",
+            "save_steps": self.save_strategy == "steps",
+        }
+        for name, is_used in positive.items():
+            value = getattr(self, name)
+            if is_used and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` is {value}; it must be a positive number.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(f"`max_steps` is {self.max_steps}; give a positive number, or -1 to count in epochs.")
-        weights = {name: getattr(self, name) for name in ("ce_weight", "tv_weight", "confidence_weight")}
-        for name, value in weights.items():
-            if value < 0:
-                raise ValueError(f"`{name}` is {value}; it must be 0 or positive.")
-        if weights["ce_weight"] == weights["tv_weight"] == 0:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` is {self.seed}; it must be from 0 to {2**32 - 1}.")
+        if self.ce_weight == self.tv_weight == 0:
             raise ValueError("`ce_weight` and `tv_weight` are both 0, so the drafter would learn no tokens; set one.")
-        if self.loss_decay is not None and self.loss_decay < 0:
-            raise ValueError(f"`loss_decay` is {self.loss_decay}; use a positive number, or 0 for no decay.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; leave it False, the trainer needs `loss_mask`.")
+        if self.output_dir is not None:
+            _check_folder(self.output_dir)
+
+
+def _check_folder(name: str) -> None:
+    """Raises `ValueError` where no folder of this name can be made: better said before a long run than after it."""
+    if not name:
+        raise ValueError("`output_dir` is empty; give a folder.")
+    there = next((path for path in (Path(name), *Path(name).parents) if path.exists()), None)
+    if there is not None and not there.is_dir():
+        raise ValueError(f"`output_dir` is {name!r}, and {str(there)!r} is a file; give a folder.")
 
 
 __all__ = ["DSparkTrainingArguments"]

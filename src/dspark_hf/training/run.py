@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..conversion.loading import check_location, load_language_model
 from ..data import DataReport, prepare_dataset
 from ..models import DSparkDrafter
 from .arguments import DSparkTrainingArguments
@@ -27,22 +28,27 @@ SUMMARY_FILE = "training_summary.json"
 Data: TypeAlias = str | os.PathLike[str] | Dataset
 
 
-def load_target(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A target in the dtype that it was saved in, and its tokenizer if it has one."""
-    target = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
+def load_target(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A target in the dtype that it was saved in, and its tokenizer if it has one.
+
+    Raises:
+        OSError: if there is none, or its weights are damaged.
+        ValueError: if it is a drafter, or another model that is no causal language model.
+    """
+    target = load_language_model(name_or_path, dtype="auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError):
         tokenizer = None
     # Some classes come up with nothing but special tokens where there are no files to read.
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
-        logger.warning("The target %r has no tokenizer; rows must hold `input_ids`.", name_or_path)
+        logger.warning("The target %r has no tokenizer; rows must hold `input_ids`.", str(name_or_path))
         return target, None
     return target, tokenizer
 
 
 def train_drafter(
-    target: str | PreTrainedModel,
+    target: str | os.PathLike[str] | PreTrainedModel,
     train_data: Data,
     drafter: str | os.PathLike[str] | DSparkDrafter,
     training_args: DSparkTrainingArguments,
@@ -75,8 +81,9 @@ def train_drafter(
         to that yourself, or bind the drafter again.
 
     Raises:
-        ValueError: if the drafter does not fit the target, no row of the data can be used, or there is no checkpoint
-            to resume from.
+        OSError: if the target, the drafter or the data is not where it should be.
+        ValueError: if the drafter does not fit the target, no row of the data can be used, there is no checkpoint to
+            resume from, or there are checkpoints and `resume` is not set.
 
     Example:
         ```python
@@ -85,11 +92,14 @@ def train_drafter(
         train_drafter(target, "train.jsonl", drafter, args, tokenizer=tokenizer)
         ```
     """
-    checkpoint = find_checkpoint(training_args.output_dir) if resume is True else resume or None
-    if isinstance(target, str):
+    checkpoint = find_checkpoint(training_args.output_dir, resume) if isinstance(resume, bool) else resume
+    if isinstance(target, (str, os.PathLike)):
         target, loaded = load_target(target)
         tokenizer = tokenizer or loaded
-    model = drafter if isinstance(drafter, DSparkDrafter) else DSparkDrafter.from_pretrained(drafter)
+    if not isinstance(drafter, DSparkDrafter):
+        check_location(drafter, "`drafter`")
+        drafter = DSparkDrafter.from_pretrained(drafter)
+    model: Any = drafter
     model.check_target(target)
     vocab_size: Any = model.config.vocab_size
 
@@ -126,15 +136,24 @@ def train_drafter(
     return model.eval()
 
 
-def find_checkpoint(output_dir: str) -> str:
-    """The last checkpoint in a run's output folder; raises `ValueError` if there is none."""
+def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
+    """The last checkpoint in a run's output folder, `None` for a run that is not resumed.
+
+    Raises:
+        ValueError: if there is none to resume from, or there are some that a new run would mix with its own.
+    """
     checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-    if checkpoint is None:
+    if resume and checkpoint is None:
         raise ValueError(
             f"There is no checkpoint to resume from in {output_dir!r}: leave out `resume` to start anew, or give the "
             "output folder of the run that was broken off."
         )
-    return str(checkpoint)
+    if not resume and checkpoint is not None:
+        raise ValueError(
+            f"{output_dir!r} has checkpoints of an earlier run, up to {os.path.basename(checkpoint)}: set `resume` to "
+            "go on from the last one, or give a fresh folder as `output_dir`."
+        )
+    return checkpoint
 
 
 def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str, float]) -> None:
