@@ -242,6 +242,7 @@ ONE_ROW = {
     "llama4_text": "chunked attention",
 }
 
+# Recurrent layers and convolutions.
 RECURRENT: dict[str, Fields] = {
     "bailing_hybrid": LATENT,
     "bamba": LAYERS,
@@ -249,6 +250,7 @@ RECURRENT: dict[str, Fields] = {
     "falcon_h1": LAYERS,
     "falcon_mamba": LAYERS,
     "granitemoehybrid": EXPERTS,
+    "inkling_text": EXPERTS,
     "jamba": EXPERTS,
     "kimi_linear": LATENT,
     "lfm2": LAYERS | CONVOLUTIONS,
@@ -278,12 +280,11 @@ WITHOUT_CACHE: dict[str, Fields] = {
     "cpmant": LAYERS,
     "openai-gpt": LAYERS,
     "xlm": LAYERS,
-    "xlnet": LAYERS | {"d_inner": 96, "head_dim": None, "max_position_embeddings": None},
+    "xlnet": LAYERS | {"d_inner": 96, "d_head": 16, "max_position_embeddings": None},
 }
 SCALED_LOGITS: dict[str, Fields] = {
     "cohere": LAYERS,
     "granite": LAYERS | {"logits_scaling": 4.0},
-    "inkling_text": EXPERTS,
     "minicpm3": LATENT,
 }
 

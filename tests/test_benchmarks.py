@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.slow
 def test_embedded_pair(tmp_path):
     output = tmp_path / "report.json"
-    command = ["--prompts-per-kind", "1", "--repeats", "1", "--new-tokens", "16", "--batch-size", "3", "--output", str(output)]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "embedded_pair.py"), *command], check=True)
+    options = {"prompts-per-kind": 1, "repeats": 1, "new-tokens": 16, "batch-size": 3, "output": output}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "embedded_pair.py"), *arguments], check=True)
     report = json.loads(output.read_text(encoding="utf-8"))
     assert len(report["rows"]) == 8
     assert all(row["accepted_length"] >= 1 and row["speedup_median"] > 0 for row in report["rows"])

@@ -574,6 +574,19 @@ def test_mixed_dtypes(prompt, text, dtypes, sampled):
         assert output[0, prompt.shape[1] :].tolist() == text
 
 
+def test_prompt_of_another_chat_template_is_said_once(target, prompt, warnings_of):
+    """The config records how chats ended in training; a prompt that ends otherwise gives the same text, and a word."""
+    helper = load_drafter(CASE)
+    helper.config.generation_prompt_ids = prompt[0, -3:].tolist()
+    expected = plain(target, prompt).tolist()
+    assert drafted(target, helper, prompt).tolist() == expected
+    assert warnings_of("chat template") == 0
+    helper.config.generation_prompt_ids, helper.config.enable_thinking = [5, 6, 7], False
+    for _ in range(2):
+        assert drafted(target, helper, prompt).tolist() == expected
+    assert warnings_of("add_generation_prompt=True, enable_thinking=False") == 1
+
+
 # --- what cannot be ------------------------------------------------------------------------------------------------
 
 

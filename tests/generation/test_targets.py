@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -25,7 +27,7 @@ from ..targets import (
 from ..tiny import VOCAB_SIZE, tiny_prompt, tiny_target
 from .noisy import Batch, make_noisy_copy
 
-NEW_TOKENS = 16
+NEW_TOKENS = 14
 BATCH = Batch((20, 13, 17, 9), VOCAB_SIZE)
 
 # In Transformers' own decoding the two differ: without a mask it lets the prompt's tokens see each other.
@@ -43,27 +45,43 @@ def test_newest_transformers_has_every_family():
     assert not any(map(is_missing, RECENT))
 
 
+@functools.lru_cache(maxsize=1)
+def shared_target(name):
+    """The target for both attention implementations."""
+    target = make_target(name)
+    target.generation_config.eos_token_id = None
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@functools.lru_cache(maxsize=1)
+def other_solo_texts(name: str) -> list[list[int]]:
+    """What the target writes after each prompt but the first, alone, with the attention that is tested first."""
+    return [solo_text(shared_target(name), prompt) for prompt in BATCH.prompts[1:]]
+
+
+def solo_text(target, prompt: torch.Tensor) -> list[int]:
+    return plain(target, input_ids=prompt[None]).sequences[0].tolist()
+
+
+def plain(target, **options):
+    return target.generate(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **options)
+
+
 class Case:
     """One family with one attention implementation, and what it writes by itself."""
 
     def __init__(self, name: str, attention: str) -> None:
-        self.name = name
-        self.target = make_target(name)
-        self.target.generation_config.eos_token_id = None
-        self.target.generation_config.pad_token_id = 0
+        self.name, self.attention = name, attention
+        self.target = shared_target(name)
         use_attention(self.target, attention)
-        self.solo = [self.plain(input_ids=prompt[None]).sequences[0].tolist() for prompt in BATCH.prompts]
-        output = self.plain(**BATCH.inputs, output_logits=True)
+        self.solo = [solo_text(self.target, BATCH.prompts[0]), *other_solo_texts(name)]
+        output = plain(self.target, **BATCH.inputs, output_logits=True)
         self.sequences = output.sequences
         self.texts = BATCH.without_padding(output.sequences)
         best = torch.stack(output.logits).float().topk(2).values
         self.gap = (best[..., 0] - best[..., 1]).min().item()
         self.drafter = make_noisy_copy(self.target)
-
-    def plain(self, **options):
-        return self.target.generate(
-            max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **options
-        )
 
     def one(self, **options):
         """The first prompt with the drafter: its text."""
@@ -101,7 +119,7 @@ def case(request):
 def test_plain_text_is_a_test(case):
     """The text says something, and padding does not change it."""
     assert len({token for text in case.texts for token in text[-NEW_TOKENS:]}) > 8
-    if case.name not in ONE_ROW and (case.name, case.target.config._attn_implementation) not in PADDING_CHANGES_TEXT:
+    if case.name not in ONE_ROW and (case.name, case.attention) not in PADDING_CHANGES_TEXT:
         assert case.texts == case.solo, f"smallest gap between the best two logits: {case.gap:.2e}"
 
 
@@ -109,48 +127,40 @@ def test_greedy(case):
     hint = f"smallest gap between the best two logits: {case.gap:.2e}"
     print(hint)
     assert case.one() == case.solo[0], hint
-    stats = case.drafter.last_stats
-    assert 0 < sum(entry.accepted for entry in stats.rounds) < sum(entry.verified for entry in stats.rounds)
+    rounds = case.drafter.last_stats.rounds
+    assert 0 < sum(entry.accepted for entry in rounds) < sum(entry.verified for entry in rounds)
     if case.name in ONE_ROW:
         with pytest.raises(ValueError, match=ONE_ROW[case.name]):
             case.four()
         return
     assert case.four().tolist() == case.sequences.tolist(), hint
-    stats = case.drafter.last_stats
-    # Rows went on at lengths of their own, so they ended in different rounds.
-    assert len({entry.rows for entry in stats.rounds}) > 1
-    assert 0 < sum(entry.accepted for entry in stats.rounds) < sum(entry.verified for entry in stats.rounds)
+    rounds = case.drafter.last_stats.rounds
+    assert any(entry.emitted % entry.rows for entry in rounds), "all rows always accepted the same number"
+    assert 0 < sum(entry.accepted for entry in rounds) < sum(entry.verified for entry in rounds)
 
 
 def test_sampled(case):
-    """With one candidate left sampling is greedy decoding; with all of them a seed gives some text, always the same."""
+    """With one candidate left sampling is greedy decoding; with all of them it runs to the end."""
     torch.manual_seed(0)
     assert case.one(do_sample=True, top_k=1) == case.solo[0]
     if case.name in ONE_ROW:
         return
     assert case.four(do_sample=True, top_k=1).tolist() == case.sequences.tolist()
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append(case.four(do_sample=True, temperature=1.5))
-    assert outputs[0].tolist() == outputs[1].tolist()
-    assert outputs[0].shape == case.sequences.shape
-    assert torch.equal(outputs[0][:, : BATCH.width], BATCH.input_ids)
-    assert 0 <= int(outputs[0].min()) and int(outputs[0].max()) < VOCAB_SIZE
+    torch.manual_seed(1)
+    output = case.four(do_sample=True, temperature=1.5)
+    assert output.shape == case.sequences.shape
+    assert torch.equal(output[:, : BATCH.width], BATCH.input_ids)
+    assert 0 <= int(output.min()) and int(output.max()) < VOCAB_SIZE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_drafter_projects_as_its_target(name):
+def test_drafter_projects_as_its_target(case):
     """A drafter's base logits for the target's last state are the target's logits: no factor is left out."""
-    if is_missing(name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
-    if name == "gemma3n_text":
+    if case.name == "gemma3n_text":
         pytest.skip("Gemma 3n does not return the state that its LM head sees")
-    target = make_target(name)
-    drafter = make_noisy_copy(target)
-    outputs = target(tiny_prompt(), output_hidden_states=True)
-    torch.testing.assert_close(drafter.project(outputs.hidden_states[-1]), outputs.logits, atol=1e-4, rtol=1e-4)
+    outputs = case.target(tiny_prompt(), output_hidden_states=True)
+    projected = case.drafter.project(outputs.hidden_states[-1])
+    torch.testing.assert_close(projected, outputs.logits, atol=1e-4, rtol=1e-4)
 
 
 # --- families that are refused -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ WORDS = ["hello", "there", "how", "are", "you", "fine", "thanks", "user", "assis
 CHAT_TEMPLATE = """{%- for m in messages %}<s> {{ m.role }}
 {% if m.role == 'assistant' and loop.last %}<think> </think> {% endif %}{{ m.content }} </s>
 {% endfor %}{% if add_generation_prompt %}<s> assistant
-{% endif %}"""
+{% if enable_thinking is defined and not enable_thinking %}<think> </think> {% endif %}{% endif %}"""
 
 MARKED_TEMPLATE = """{%- for m in messages %}<s> {{ m.role }} {% if m.role == 'assistant' %}{% generation %}\
 {{ m.content }} </s>{% endgeneration %}{% else %}{{ m.content }} </s>{% endif %}{% endfor %}"""

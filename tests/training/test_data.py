@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from dspark_hf.data import BadRow, DrafterCollator, prepare_dataset, tokenize_row
+from dspark_hf.data import BadRow, DrafterCollator, generation_prompt, prepare_dataset, tokenize_row
 
 from .conftest import MARKED_TEMPLATE, VOCAB_SIZE
 
@@ -55,6 +55,17 @@ def test_template_without_marks(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_template_with_marks(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = MARKED_TEMPLATE
     assert trained(tokenizer, {"messages": CHAT})[1] == "how are you </s> thanks </s>"
+
+
+def test_thinking_mode_shows_in_the_generation_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = {None: "<s> assistant", True: "<s> assistant", False: "<s> assistant <think> </think>"}
+    for thinking, text in prompts.items():
+        assert tokenizer.decode(generation_prompt(tokenizer, thinking)) == text
+    # Without thinking its marks are part of the prompt, not of what is trained on.
+    loss_masks = [tokenize_row({"messages": CHAT}, tokenizer, {"enable_thinking": mode})[1] for mode in (True, False)]
+    assert sum(loss_masks[0]) - sum(loss_masks[1]) == 2
+    tokenizer.chat_template = None
+    assert generation_prompt(tokenizer) == []
 
 
 BAD_ROWS = [

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
+from dspark_hf.data import generation_prompt
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, train_drafter
 
 from .conftest import VOCAB_SIZE
@@ -140,3 +141,20 @@ def test_user_errors(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) 
     drafter.config.vocab_size = 7
     with pytest.raises(ValueError, match="made for another target"):
         DSparkTrainer(drafter, target, make_args(tmp_path), dataset)
+
+
+@pytest.mark.parametrize("thinking", [None, False])
+def test_chat_template_is_recorded(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, thinking: bool | None
+) -> None:
+    """The drafter knows how its chats ended before an answer; text alone leaves this unset."""
+    messages = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "how are you"}]
+    for rows, expected in (
+        ([{"messages": messages}] * 4, generation_prompt(tokenizer, thinking)),
+        ([{"text": "hello there how are you"}] * 4, None),
+    ):
+        args = make_args(tmp_path / str(expected is None), max_steps=1, enable_thinking=thinking)
+        train_drafter(target, Dataset.from_list(rows), make_drafter(target), args, tokenizer=tokenizer)
+        loaded = DSparkDrafter.from_pretrained(args.output_dir).config
+        assert loaded.generation_prompt_ids == expected
+        assert loaded.enable_thinking == (thinking if expected else None)

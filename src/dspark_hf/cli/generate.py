@@ -23,6 +23,9 @@ def generate(
     chat: Annotated[
         bool | None, typer.Option(help="Whether to use the chat template. [default: where there is one]")
     ] = None,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 3,
@@ -47,7 +50,7 @@ def generate(
             model, tokenizer = _load_target(target, device, dtype)
         helper = helper.to(device=model.device, dtype=model.dtype)
         helper.check_target(model)
-        prompt_ids = _encode(tokenizer, prompt, chat).to(model.device)
+        prompt_ids = _encode(tokenizer, prompt, chat, thinking).to(model.device)
         if not prompt_ids.numel():
             raise ValueError("PROMPT has no token for the target's tokenizer; give other text, or mend the tokenizer.")
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -112,7 +115,7 @@ def _load_target(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool | None) -> Any:
+def _encode(tokenizer: Any, prompt: str, chat: bool | None, thinking: bool | None) -> Any:
     """Prompt ids `(1, length)`."""
     from jinja2 import TemplateError
 
@@ -123,9 +126,10 @@ def _encode(tokenizer: Any, prompt: str, chat: bool | None) -> Any:
         chat = template is not None
     if chat:
         messages = [{"role": "user", "content": prompt}]
+        options = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
             )["input_ids"]
         except TemplateError as error:
             raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error

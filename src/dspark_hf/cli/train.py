@@ -74,6 +74,9 @@ def train(
     split_long: Annotated[
         bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
     ] = False,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per device and step.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(help="Batches that make one optimiser step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
@@ -111,6 +114,7 @@ def train(
             output_dir=output,
             num_anchors=num_anchors,
             max_length=max_length,
+            enable_thinking=thinking,
             ce_weight=ce_weight,
             tv_weight=tv_weight,
             per_device_train_batch_size=batch_size,

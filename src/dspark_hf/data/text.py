@@ -35,6 +35,7 @@ class DataReport:
 
     Args:
         rows: rows read.
+        chats: sequences kept that came from `messages`.
         examples: sequences kept; one row may give several where long ones are split.
         tokens: tokens of these sequences.
         trained_tokens: those in the loss mask.
@@ -43,6 +44,7 @@ class DataReport:
     """
 
     rows: int = 0
+    chats: int = 0
     examples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -57,6 +59,7 @@ def prepare_dataset(
     max_length: int,
     vocab_size: int,
     split_long: bool = False,
+    enable_thinking: bool | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, DataReport]:
     """Reads rows and turns them into sequences to train on.
@@ -76,6 +79,7 @@ def prepare_dataset(
         max_length: longest sequence; what is beyond it is cut off.
         vocab_size: size of the target's vocabulary.
         split_long: cut long rows into several sequences instead of dropping their ends.
+        enable_thinking: given to the chat template, where it has such a mode; its own default if unset.
         num_proc: processes to tokenise with.
 
     Returns:
@@ -94,7 +98,7 @@ def prepare_dataset(
     if not report.rows:
         raise _nothing_left(report)
     prepared = dataset.map(
-        _RowMapper(tokenizer, max_length, vocab_size, split_long),
+        _RowMapper(tokenizer, max_length, vocab_size, split_long, _template_options(enable_thinking)),
         with_indices=True,
         batched=True,
         batch_size=64,
@@ -105,6 +109,7 @@ def prepare_dataset(
                 "loss_mask": Sequence(Value("int8")),
                 "problem": Value("string"),
                 "place": Value("string"),
+                "is_chat": Value("bool"),
             }
         ),
         num_proc=num_proc,
@@ -115,7 +120,8 @@ def prepare_dataset(
         if problem:
             report.skipped[problem] = report.skipped.get(problem, 0) + 1
             report.first_skipped.setdefault(problem, place)
-    prepared = prepared.remove_columns(["problem", "place"])
+    report.chats = sum(prepared["is_chat"][:])
+    prepared = prepared.remove_columns(["problem", "place", "is_chat"])
     if report.skipped:
         prepared = prepared.select([index for index, problem in enumerate(problems) if not problem])
         logger.warning("Left out %d of %d rows: %s.", sum(report.skipped.values()), report.rows, _reasons(report))
@@ -182,14 +188,18 @@ class _RowMapper:
     max_length: int
     vocab_size: int
     split_long: bool
+    template_options: dict[str, Any]
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        output: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "problem": [], "place": []}
+        output: dict[str, list[Any]] = {name: [] for name in ("input_ids", "loss_mask", "problem", "place", "is_chat")}
         for index, *values in zip(indices, *batch.values(), strict=True):
             row = dict(zip(batch, values, strict=True))
             place = f"line {row['number']}" if _is_line(row) else f"row {index + 1}"
+            is_chat = False
             try:
+                row = _parse(row)
                 sequences, problem = self._sequences(row), ""
+                is_chat = "messages" in row and "input_ids" not in row
             except BadRow as error:
                 sequences, problem = [([], [])], str(error)
             for input_ids, loss_mask in sequences:
@@ -197,11 +207,12 @@ class _RowMapper:
                 output["loss_mask"].append(loss_mask)
                 output["problem"].append(problem)
                 output["place"].append(place)
+                output["is_chat"].append(is_chat)
         return output
 
     def _sequences(self, row: dict[str, Any]) -> list[Tokens]:
         """The sequences of one row; raises `BadRow` where there are none."""
-        input_ids, loss_mask = tokenize_row(_parse(row), self.tokenizer)
+        input_ids, loss_mask = tokenize_row(row, self.tokenizer, self.template_options)
         if not input_ids:
             raise BadRow("empty row")
         if min(input_ids) < 0 or max(input_ids) >= self.vocab_size:
@@ -237,8 +248,12 @@ def _parse(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def tokenize_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Tokens:
-    """`input_ids` and `loss_mask` of a row of any form; see `prepare_dataset`.
+def tokenize_row(
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    template_options: dict[str, Any] | None = None,
+) -> Tokens:
+    """`input_ids` and `loss_mask` of a row of any form; see `prepare_dataset`. Options are the chat template's.
 
     Raises:
         BadRow: if the row has no known form or a value of a wrong type.
@@ -249,7 +264,7 @@ def tokenize_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None)
         if column in row:
             if tokenizer is None:
                 raise BadRow(f"`{column}` needs a tokenizer and none was given")
-            return convert(row, tokenizer)
+            return convert(row, tokenizer, template_options or {})
     raise BadRow(f"none of the columns {ROW_KINDS}")
 
 
@@ -265,12 +280,12 @@ def _from_ids(row: dict[str, Any]) -> Tokens:
     return input_ids, [int(value) for value in loss_mask]
 
 
-def _from_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _from_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, _: dict[str, Any]) -> Tokens:
     input_ids = _encode(tokenizer, _string(row, "text"))
     return input_ids, [1] * len(input_ids)
 
 
-def _from_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _from_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, _: dict[str, Any]) -> Tokens:
     prompt = _encode(tokenizer, _string(row, "prompt"))
     response = _encode(tokenizer, _string(row, "response"), add_special_tokens=False)
     if not response:
@@ -280,7 +295,7 @@ def _from_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tok
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
-def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Tokens:
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadRow("`messages` is not a list of objects")
@@ -294,33 +309,37 @@ def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> T
         raise BadRow("`messages` needs a chat template and the tokenizer has none")
     try:
         if "{% generation" in template or "{%- generation" in template:
-            return _from_marked_template(messages, tokenizer)
-        return _from_rendered_prefixes(messages, tokenizer)
+            return _from_marked_template(messages, tokenizer, options)
+        return _from_rendered_prefixes(messages, tokenizer, options)
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadRow(f"the chat template fails with {type(error).__name__}") from error
 
 
-def _from_marked_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _from_marked_template(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
+) -> Tokens:
     """A template that marks what the assistant generates."""
     encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
     )
     return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
 
-def _from_rendered_prefixes(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _from_rendered_prefixes(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
+) -> Tokens:
     """A template without marks: the assistant's part is what a message adds to the conversation before it.
 
     A template may render an earlier message in another way once others follow (thinking is dropped, say). Such a
     message is not what the target would have produced there, so it is not trained on.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-        after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True, **options)
+        after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False, **options)
         if text.startswith(after) and after.startswith(before):
             spans.append((len(before), len(after)))
     pieces, end = [], 0
@@ -336,7 +355,25 @@ def _from_rendered_prefixes(messages: list[dict[str, Any]], tokenizer: PreTraine
     return input_ids, loss_mask
 
 
-_CONVERTERS: dict[str, Callable[[dict[str, Any], PreTrainedTokenizerBase], Tokens]] = {
+def _template_options(enable_thinking: bool | None) -> dict[str, Any]:
+    return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+
+def generation_prompt(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None = None) -> list[int]:
+    """The tokens with which the chat template asks for an answer; they tell templates and thinking modes apart.
+
+    Empty where the template fails or adds nothing.
+    """
+    options, messages = _template_options(enable_thinking), [{"role": "user", "content": "?"}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        asking = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, ValueError):
+        return []
+    return _encode(tokenizer, asking[len(text) :], add_special_tokens=False) if asking.startswith(text) else []
+
+
+_CONVERTERS: dict[str, Callable[[dict[str, Any], PreTrainedTokenizerBase, dict[str, Any]], Tokens]] = {
     "messages": _from_messages,
     "response": _from_prompt,
     "text": _from_text,

@@ -73,6 +73,7 @@ def speculative_decode(
     """
     _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
     drafter.bind_target(target)
+    _warn_on_other_template(input_ids, drafter)
     settings = resolve_settings(drafter, generation_config, dspark_num_draft_tokens, dspark_confidence_threshold)
     loop = _Loop(
         target,
@@ -118,6 +119,21 @@ def check_beams(generation_config: GenerationConfig) -> None:
         raise ValueError(
             f"`num_beams` is {generation_config.num_beams}; beam search cannot be drafted. Set it to 1, or leave out "
             "`assistant_model`."
+        )
+
+
+def _warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> None:
+    """Says once that a prompt does not end as the chats did that the drafter was trained on."""
+    expected = drafter.config.generation_prompt_ids
+    if not expected or input_ids.shape[1] == 0:
+        return
+    if (input_ids[:, -len(expected) :].tolist()) != [list(expected)] * input_ids.shape[0]:
+        mode = drafter.config.enable_thinking
+        argument = "" if mode is None else f", enable_thinking={mode}"
+        logger.warning_once(
+            "The prompt does not end as the chats did that this drafter was trained on: the chat template or its "
+            "thinking mode is another. The text is right, but fewer drafted tokens may be kept. Prompts like those "
+            f"of the training come from `tokenizer.apply_chat_template(..., add_generation_prompt=True{argument})`."
         )
 
 
@@ -220,7 +236,9 @@ class _Loop:
                 emitted=sum(emitted),
                 draft_seconds=self.clock.seconds(marks[0], marks[1]),
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
-                anchors=tuple(self._text_position(row, length - 1) for row, length in zip(active, before, strict=True)),
+                anchors=tuple(
+                    self._text_position(row, length - 1) for row, length in zip(active, before, strict=True)
+                ),
                 emitted_by_row=tuple(emitted),
             )
         )

@@ -152,6 +152,13 @@ class DSparkConfig(PreTrainedConfig):
     num_target_layers: int | None = field(default=None, metadata={"help": "Number of layers of the target."})
     target_model_type: str | None = field(default=None, metadata={"help": "`model_type` of the target."})
     target_name_or_path: str | None = field(default=None, metadata={"help": "Where the target came from."})
+    generation_prompt_ids: list[int] | None = field(
+        default=None,
+        metadata={"help": "Tokens with which chat prompts ended in training; unset for a drafter of plain text."},
+    )
+    enable_thinking: bool | None = field(
+        default=None, metadata={"help": "Thinking mode of the chat template in training; unset for its default."}
+    )
     share_target_embeddings: bool = field(
         default=True,
         metadata={"help": "Use the target's embeddings and LM head in place of copies kept in the drafter."},

@@ -37,6 +37,10 @@ class DSparkTrainingArguments(TrainingArguments):
         default=512, metadata={"help": "Blocks drafted in each sequence; fewer where there are fewer valid anchors."}
     )
     max_length: int = field(default=4096, metadata={"help": "Longest training sequence, in tokens."})
+    enable_thinking: bool | None = field(
+        default=None,
+        metadata={"help": "Thinking mode given to the chat template, where it has one; its own default if unset."},
+    )
     ce_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy to the training tokens."})
     tv_weight: float = field(
         default=0.9, metadata={"help": "Weight of the L1 distance between draft and target distributions."}

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.loading import check_location, load_language_model
-from ..data import DataReport, prepare_dataset
+from ..data import DataReport, generation_prompt, prepare_dataset
 from ..models import DSparkDrafter
 from .arguments import DSparkTrainingArguments
 from .trainer import DSparkTrainer
@@ -110,12 +110,16 @@ def train_drafter(
             max_length=training_args.max_length,
             vocab_size=vocab_size,
             split_long=split_long,
+            enable_thinking=training_args.enable_thinking,
             num_proc=num_proc,
         )
 
     with training_args.main_process_first(desc="tokenising"):
         train_dataset, report = prepare(train_data)
         eval_dataset = prepare(eval_data)[0] if eval_data is not None else None
+    if report.chats and tokenizer is not None:
+        model.config.generation_prompt_ids = generation_prompt(tokenizer, training_args.enable_thinking) or None
+        model.config.enable_thinking = training_args.enable_thinking
     trainer = DSparkTrainer(
         model=model.float(),
         target=target,
