@@ -195,24 +195,33 @@ def realign_cache(cache: Cache, rows: torch.Tensor, columns: torch.Tensor, total
         total: columns that the cache has seen.
     """
     width = columns.shape[1]
+    # Layers of one shape share the index, which takes longer to make than a small cache to copy.
+    lines: dict[tuple[Any, ...], torch.Tensor] = {}
     for layer in cache.layers:
         if not layer.is_initialized or layer.keys is None:
             continue
-        kept = columns
+        kept = width
         if isinstance(layer, DynamicSlidingWindowLayer):
-            kept = columns[:, -min(width, layer.sliding_window - 1) :]
+            kept = min(width, layer.sliding_window - 1)
             layer.cumulative_length = width
-        held = layer.keys.shape[-2]
-        kept = (kept - (total - held)).clamp(min=0)
-        layer.keys = _take_columns(layer.keys, rows, kept)
-        layer.values = _take_columns(layer.values, rows, kept)
+        _, heads, held, _ = layer.keys.shape
+        key = (heads, held, kept, layer.keys.device)
+        if key not in lines:
+            sources = (columns[:, width - kept :] - (total - held)).clamp(min=0)
+            lines[key] = _lines(rows, sources, heads, held).to(layer.keys.device)
+        layer.keys = _take_lines(layer.keys, lines[key])
+        layer.values = _take_lines(layer.values, lines[key])
 
 
-def _take_columns(states: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`states (batch, heads, n, dim)` to `(new rows, heads, new columns, dim)`."""
-    _, heads, held, dim = states.shape
-    rows, columns = rows.to(states.device), columns.to(states.device)
-    lines = (rows[:, None] * heads + torch.arange(heads, device=states.device))[:, :, None] * held + columns[:, None]
+def _lines(rows: torch.Tensor, columns: torch.Tensor, heads: int, held: int) -> torch.Tensor:
+    """Where columns of rows lie in `(batch, heads, held)`, flattened: `(new rows, heads, new columns)`."""
+    first = (rows[:, None] * heads + torch.arange(heads, device=rows.device)) * held
+    return first[:, :, None] + columns[:, None]
+
+
+def _take_lines(states: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+    """`states (batch, heads, held, dim)` to `(new rows, heads, new columns, dim)`."""
+    dim = states.shape[-1]
     return states.reshape(-1, dim).index_select(0, lines.flatten()).view(*lines.shape, dim)
 
 

@@ -243,9 +243,9 @@ class _Loop:
             )
         )
 
-    def _text_position(self, row: int, column: int) -> int:
-        """Text position of a column of the row's ids, which a prompt of embeddings is not part of."""
-        return self.prompt_columns - self.prompt_padding[row] + column - self.rows.prompt_length
+    def _text_position(self, row: int, length: int) -> int:
+        """Text position of the last of a row's first `length` ids, which a prompt of embeddings is not part of."""
+        return self.prompt_columns - self.prompt_padding[row] + length - self.rows.prompt_length - 1
 
     def _propose(self) -> tuple[Proposal, list[int], list[list[int]]]:
         """The draft, its tokens per row that are confident enough, and those of them that can still be kept."""
