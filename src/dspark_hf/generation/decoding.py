@@ -236,9 +236,7 @@ class _Loop:
                 emitted=sum(emitted),
                 draft_seconds=self.clock.seconds(marks[0], marks[1]),
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
-                anchors=tuple(
-                    self._text_position(row, length - 1) for row, length in zip(active, before, strict=True)
-                ),
+                anchors=tuple(map(self._text_position, active, before)),
                 emitted_by_row=tuple(emitted),
             )
         )
