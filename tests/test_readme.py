@@ -56,8 +56,9 @@ def test_make_command_exists_and_ci_runs_it(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", blocks("python"), ids=range(len(blocks("python"))))
-def test_snippet(snippet, checkout):
-    for name, stand_in in STAND_INS.items():
-        snippet = snippet.replace(f'"{name}"', repr(stand_in))
-    exec(compile(snippet, "README.md", "exec"), {})
+def test_snippets_run_in_order(checkout):
+    names = {}
+    for number, snippet in enumerate(blocks("python")):
+        for name, stand_in in STAND_INS.items():
+            snippet = snippet.replace(f'"{name}"', repr(stand_in))
+        exec(compile(snippet, f"README.md, snippet {number}", "exec"), names)

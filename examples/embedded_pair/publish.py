@@ -34,7 +34,7 @@ class PublishArguments:
     """Where the trained pair is."""
 
     work_dir: str = field(default="build/embedded_pair", metadata={"help": "Folder with the target and the drafter."})
-    drafter: str = field(default="drafter_stage2", metadata={"help": "Folder of the drafter in `work_dir`."})
+    drafter: str = field(default="drafter", metadata={"help": "Folder of the drafter in `work_dir`."})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,10 +1,6 @@
-r"""Trains the drafter of the embedded pair on the text that the target wrote.
+"""Trains the drafter of the embedded pair on the text that the target wrote.
 
-The drafter that comes with the package was trained in two stages, the second a warm start from the first:
-
-    python examples/embedded_pair/train_drafter.py
-    python examples/embedded_pair/train_drafter.py --warm_start build/embedded_pair/drafter \
-        --output_dir build/embedded_pair/drafter_stage2 --learning_rate 1e-3 --max_steps 1100 --seed 43
+    python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
 """
 
 import logging
