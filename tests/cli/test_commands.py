@@ -223,7 +223,7 @@ def test_demo(tiny_pair):
     result = run("demo", "--max-new-tokens", 6, "--repeats", 1)
     assert result.exit_code == 0, result.output
     assert_demo(result.output)
-    assert "6 new tokens, medians of 1 interleaved runs" in result.output
+    assert "6 new tokens, one run" in result.output
 
 
 @pytest.mark.parametrize("flags", [["--max-new-tokens", "0"], ["--repeats", "0"]])

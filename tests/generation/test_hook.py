@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +183,12 @@ def test_options_in_a_generation_config_for_custom_generate(target, prompt, draf
     dspark_hf.uninstall()
     target.generate(input_ids=prompt, custom_generate=dspark_hf.custom_generate(drafter), generation_config=config)
     assert {entry.drafted for entry in drafter.last_stats.rounds} <= {0, 2}
+
+
+@pytest.mark.parametrize("given", ["org/drafter", Path("some/folder")])
+def test_assistant_must_be_loaded(target, prompt, given):
+    with pytest.raises(TypeError, match=f"`assistant_model` is '{given}'; give a loaded model"):
+        generate(target, prompt, assistant_model=given)
 
 
 @pytest.mark.parametrize("given", [None, "drafter", DSparkConfig()])

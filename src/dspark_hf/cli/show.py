@@ -59,10 +59,10 @@ def show(console: Console, comparison: Comparison, tokenizer: Any, title: str, s
 
 
 def figures(comparison: Comparison) -> str:
-    """One line of figures."""
+    """Accepted length and times."""
     plain = statistics.median(comparison.plain_seconds)
     draft = statistics.median(comparison.draft_seconds)
     return (
-        f"accepted length {comparison.accepted_length:.2f} (bonus token included)   "
+        f"accepted length {comparison.accepted_length:.2f} (bonus token included)\n"
         f"plain {plain:.2f} s, drafter {draft:.2f} s   speed {comparison.speedup:.2f}x plain generate\n"
     )

@@ -8,6 +8,7 @@ needs no wrapping: `target.generate(**inputs, custom_generate=custom_generate(dr
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,13 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         generation_mode_kwargs: dict[str, Any],
     ) -> None:
-        drafter = _our_drafter(generation_mode_kwargs.get("assistant_model"), generation_config)
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, (str, os.PathLike)):
+            raise TypeError(
+                f"`assistant_model` is {os.fspath(assistant)!r}; give a loaded model, such as "
+                f"`dspark_hf.AutoDrafter.from_pretrained({os.fspath(assistant)!r})`."
+            )
+        drafter = _our_drafter(assistant, generation_config)
         if drafter is not None:
             # Before the original, which takes a drafter of another target for one with another tokenizer. With beams
             # `generate` would go on without the drafter.
