@@ -125,7 +125,9 @@ FAMILIES: dict[str, Fields] = {
         "max_seq_len": 512,
         "n_heads": 4,
         "n_layers": 4,
-        **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim")),
+        **dict.fromkeys(
+            ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        ),
     },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,

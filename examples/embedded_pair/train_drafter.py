@@ -1,6 +1,10 @@
-"""Trains the drafter of the embedded pair on the text that the target wrote.
+r"""Trains the drafter of the embedded pair on the text that the target wrote.
 
-    python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
+The drafter that comes with the package was trained in two stages, the second with longer blocks:
+
+    python examples/embedded_pair/train_drafter.py
+    python examples/embedded_pair/train_drafter.py --warm_start build/embedded_pair/drafter --block_size 10 \
+        --output_dir build/embedded_pair/drafter_long --learning_rate 5e-4 --max_steps 300 --seed 43
 """
 
 import logging
@@ -10,7 +14,7 @@ from pathlib import Path
 from transformers import HfArgumentParser, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from dspark_hf import DSparkConfig, DSparkTrainingArguments, get_drafter, train_drafter
+from dspark_hf import DSparkConfig, DSparkDrafter, DSparkTrainingArguments, get_drafter, train_drafter
 from dspark_hf.training import load_target
 
 
@@ -27,7 +31,7 @@ class DrafterArguments:
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
     markov_head_type: str = field(default="rnn", metadata={"help": "`vanilla`, `gated` or `rnn`."})
     warm_start: str | None = field(
-        default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the fields above."}
+        default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the fields above, but for the block size."}
     )
 
 
@@ -66,10 +70,13 @@ def main() -> None:
         markov_rank=drafter_args.markov_rank,
         markov_head_type=drafter_args.markov_head_type,
     )
+    start = checkpoint or drafter_args.warm_start
     train_drafter(
         target,
         str(work_dir / "drafter_train.jsonl"),
-        checkpoint or drafter_args.warm_start or get_drafter(target, config, tokenizer=tokenizer),
+        DSparkDrafter.from_pretrained(start, block_size=drafter_args.block_size)
+        if start
+        else get_drafter(target, config, tokenizer=tokenizer),
         training_args,
         tokenizer=tokenizer,
         eval_data=str(work_dir / "drafter_eval.jsonl"),

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers import cache_utils
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -129,13 +128,14 @@ def can_roll_back(target: PreTrainedModel) -> bool:
     return bool(getattr(DynamicCache(config=config), "is_croppable", True))
 
 
-def check_rollback(cache: Cache | None, target: PreTrainedModel) -> None:
-    """Raises `ValueError` for a target whose cache cannot be rolled back."""
+def check_rollback(cache: Cache | None, target: PreTrainedModel) -> Cache:
+    """`cache`, if the target has one that can be rolled back; otherwise raises `ValueError`."""
     if not isinstance(cache, Cache) or not getattr(cache, "is_croppable", True) or not can_roll_back(target):
         raise ValueError(
             f"The target {type(target).__name__} has recurrent layers or a cache whose state cannot be rolled back to "
             "before a rejected token, so it cannot verify drafts. Call `generate` without `assistant_model`."
         )
+    return cache
 
 
 def prepare_cache_for_rollback(cache: Cache, target: PreTrainedModel) -> None:

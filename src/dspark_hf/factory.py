@@ -162,8 +162,8 @@ TARGET_FAMILIES: dict[str, dict[str, Any]] = {
     "xglm": PLAIN_STYLE,
     "youtu": PLAIN_STYLE,
 }
-"""Layer style by `model_type` of the target, or of its text model. Each is tested with a target of its own; a type that
-is not here gets `PLAIN_STYLE`."""
+"""Layer style by `model_type` of the target, or of its text model. Each is tested with a target of its own; a type
+that is not here gets `PLAIN_STYLE`."""
 
 MAX_CAPTURED_LAYERS = 5
 

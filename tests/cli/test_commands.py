@@ -81,11 +81,11 @@ def test_version():
 def test_help(arguments):
     result = run(*arguments)
     assert result.exit_code == 0 if arguments else result.exit_code in (0, 2)
-    for command in ("demo", "generate", "train"):
+    for command in ("calibrate", "demo", "generate", "train"):
         assert command in result.output
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "train"])
+@pytest.mark.parametrize("command", ["calibrate", "demo", "generate", "train"])
 def test_help_of_commands(command):
     result = run(command, "--help")
     assert result.exit_code == 0

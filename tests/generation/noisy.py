@@ -43,9 +43,7 @@ class NoisyCopy(DSparkDrafter):
 
 def make_noisy_copy(target, **fields) -> NoisyCopy:
     """A noisy copy without heads for `target`."""
-    config = DSparkConfig(
-        block_size=4, num_hidden_layers=1, markov_rank=0, enable_confidence_head=False, **fields
-    )
+    config = DSparkConfig(block_size=4, num_hidden_layers=1, markov_rank=0, enable_confidence_head=False, **fields)
     drafter = get_drafter(target, config)
     drafter.__class__ = NoisyCopy
     return drafter

@@ -574,6 +574,15 @@ def test_mixed_dtypes(prompt, text, dtypes, sampled):
         assert output[0, prompt.shape[1] :].tolist() == text
 
 
+@pytest.mark.parametrize("broken", ["target", "drafter"])
+def test_logits_that_are_not_numbers(target, prompt, broken):
+    helper, model = load_drafter(CASE), copy.deepcopy(target)
+    module = model.lm_head if broken == "target" else helper.markov_head.markov_w2
+    module.weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        drafted(model, helper, prompt, do_sample=True)
+
+
 def test_prompt_of_another_chat_template_is_said_once(target, prompt, warnings_of):
     """The config records how chats ended in training; a prompt that ends otherwise gives the same text, and a word."""
     helper = load_drafter(CASE)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, StaticCache
 
 from dspark_hf import DSparkConfig, get_drafter
 
@@ -162,29 +161,34 @@ def test_resized_vocabulary_is_refused():
 # --- caches, compilation -----------------------------------------------------------------------------------------
 
 
-def test_static_cache_with_several_rows_is_refused():
+def test_static_cache():
+    """One row as in plain decoding, where Transformers can roll such a cache back; several are refused."""
     target = prepare(tiny_target("qwen3"))
     options = {"cache_implementation": "static", "disable_compile": True}
-    assert drafted(target, real_drafter(target), ONE, **options).tolist() == plain(target, ONE).tolist()
-    with pytest.raises(ValueError, match="several prompts cannot be drafted at once. Leave `cache_implementation`"):
-        drafted(target, real_drafter(target), BATCH, **options)
+    drafter = real_drafter(target)
+    message = "several prompts cannot be drafted at once. Leave `cache_implementation`"
+    if StaticCache(config=target.config, max_cache_len=64).is_croppable:
+        assert drafted(target, drafter, ONE, **options).tolist() == plain(target, ONE).tolist()
+    else:
+        message = "cannot be rolled back"
+    with pytest.raises(ValueError, match=message):
+        drafted(target, drafter, BATCH, **options)
 
 
+@pytest.mark.slow
 def test_compiled_target():
     target = prepare(tiny_target("qwen3", num_hidden_layers=2))
-    expected = [plain(target, batch) for batch in (ONE, BATCH)]
-    compiled = copy.deepcopy(target)
-    calls = []
+    expected = plain(target, BATCH)
+    graphs = []
 
     def backend(graph, inputs):
-        calls.append(len(inputs))
+        graphs.append(graph)
         return graph.forward
 
-    compiled.forward = torch.compile(compiled.forward, backend=backend, dynamic=True)
-    for batch, text in zip((ONE, BATCH), expected, strict=True):
-        drafter = make_noisy_copy(compiled).follow(batch.without_padding(text))
-        assert drafted(compiled, drafter, batch).tolist() == text.tolist()
-    assert calls, "nothing was compiled"
+    target.model.forward = torch.compile(target.model.forward, backend=backend, dynamic=True)
+    drafter = make_noisy_copy(target).follow(BATCH.without_padding(expected))
+    assert drafted(target, drafter, BATCH).tolist() == expected.tolist()
+    assert graphs
 
 
 # --- devices -----------------------------------------------------------------------------------------------------
@@ -196,8 +200,19 @@ def test_device_map(tmp_path):
     assert_lossless(target)
 
 
+shares_offloaded_weights = pytest.mark.xfail(
+    reason="a drafter cannot use embeddings or an LM head that are not in memory", strict=True
+)
+
+
 @pytest.mark.parametrize(
-    "offloaded", [["model.layers.1"], ["model.layers.0", "lm_head"], ["model.embed_tokens"]], ids=str
+    "offloaded",
+    [
+        ["model.layers.1"],
+        pytest.param(["model.layers.0", "lm_head"], marks=shares_offloaded_weights),
+        pytest.param(["model.embed_tokens"], marks=shares_offloaded_weights),
+    ],
+    ids=str,
 )
 def test_offloaded_target(tmp_path, offloaded):
     """Weights on disk come in for their module's call only."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dspark_hf.generation.verification import _next_distribution, verify_greedy, verify_sampled
+from dspark_hf.generation.verification import _next_distribution, sample, verify_greedy, verify_sampled
 
 from ..parity.fixtures import SAMPLING_CASE, load_json, load_tensors
 
@@ -120,3 +120,17 @@ def test_token_impossible_for_the_target_is_rejected():
     verdict = verify_sampled(torch.tensor([[0]]), torch.tensor([[[0.9, 0.1]]]), target, torch.zeros(1, 1))
     assert verdict.accepted.tolist() == [0]
     assert verdict.next_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("vocab", [5, 300_000])
+def test_sample_follows_the_distribution(vocab):
+    torch.manual_seed(0)
+    count = 400 if vocab > 1000 else 100_000
+    probs = torch.zeros(vocab)
+    places = torch.tensor([1, vocab // 2, vocab - 2])
+    probs[places] = torch.tensor([0.2, 0.5, 0.3])
+    drawn = sample(probs.expand(count, -1))
+    shares = torch.stack([(drawn == place).float().mean() for place in places])
+    assert shares.sum() == 1, "a token of probability zero"
+    assert (shares - probs[places]).abs().max() < 5 * (0.25 / count) ** 0.5
+    assert sample(torch.tensor([[0.5, torch.nan], [0.0, 1.0]])).tolist() == [-1, 1]

@@ -43,6 +43,12 @@ from dspark_hf import DSparkConfig
             "has `factor` = None; it must be a positive",
         ),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "has `rope_theta` = '1e4'"),
+        ({"confidence_temperatures": [1.0] * 6}, "`confidence_temperatures` has 6 entries for `block_size` = 7"),
+        ({"confidence_temperatures": [1.0] * 6 + [0.0]}, "`confidence_temperatures` is .*0.0.; each must be positive"),
+        (
+            {"confidence_temperatures": [1.0], "block_size": 1, "enable_confidence_head": False},
+            "`confidence_temperatures` is .* but `enable_confidence_head` is false",
+        ),
     ],
 )
 def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -70,6 +76,8 @@ def test_every_field_knows_its_type(name: str) -> None:
         ),
         ({"target_layer_ids": 3}, "`target_layer_ids` is 3"),
         ({"rope_parameters": "x"}, "`rope_parameters` is 'x'"),
+        ({"confidence_temperatures": 1.5}, "`confidence_temperatures` is 1.5; it must be a list of finite numbers"),
+        ({"confidence_temperatures": [float("nan")]}, "`confidence_temperatures` is [nan]"),
         ({"share_target_embeddings": "false"}, "`share_target_embeddings` is 'false'; it must be true or false."),
     ],
 )
@@ -125,6 +133,7 @@ def test_saving_keeps_every_field(tmp_path: Path, filled: bool) -> None:
             "attention_scale": 1.0,
             "markov_head_type": "rnn",
             "target_layer_ids": [-1, 3],
+            "confidence_temperatures": [1.5, 2, *[1.0] * 5],
         }
         if filled
         else {}

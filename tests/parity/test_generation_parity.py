@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dspark_hf
+from dspark_hf.generation import drafting, verification
 
 from .fixtures import CASES, SAMPLING_CASE, load_drafter, load_json, load_target, load_tensors
 
@@ -41,8 +42,10 @@ def test_greedy_run(case, run, route):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_sampled_run_with_the_reference_seed(index):
-    """Same seed, same order of draws, same tokens."""
+def test_sampled_run_with_the_reference_seed(index, monkeypatch):
+    """With the reference's way of drawing a token: same seed, same order of draws, same tokens."""
+    for module in (drafting, verification):
+        monkeypatch.setattr(module, "sample", lambda probs: torch.multinomial(probs, 1).squeeze(1))
     target, drafter = load_target(SAMPLING_CASE), load_drafter(SAMPLING_CASE)
     expected = load_json(SAMPLING_CASE)["seeded_runs"][index]
     prompt = load_tensors(SAMPLING_CASE)["input_ids"]

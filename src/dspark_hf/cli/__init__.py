@@ -6,16 +6,18 @@ from typing import Annotated
 
 import typer
 
+from .calibrate import calibrate
 from .demo import demo
 from .generate import generate
 from .train import train
 
 app = typer.Typer(
     name="dspark",
-    help="DSpark speculative decoding for Transformers: generate with drafters, and train them.",
+    help="DSpark speculative decoding for Transformers: generate with drafters, train and calibrate them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("calibrate")(calibrate)
 app.command("demo")(demo)
 app.command("generate")(generate)
 app.command("train")(train)

@@ -1,5 +1,13 @@
-"""Measuring drafters."""
+"""Measuring and calibrating drafters."""
 
+from .calibration import Observations, collect_observations, fit_temperatures
 from .comparison import Comparison, compare, repeated_share
 
-__all__ = ["Comparison", "compare", "repeated_share"]
+__all__ = [
+    "Comparison",
+    "Observations",
+    "collect_observations",
+    "compare",
+    "fit_temperatures",
+    "repeated_share",
+]

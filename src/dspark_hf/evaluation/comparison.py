@@ -117,9 +117,7 @@ def compare(
 
 def _new_tokens(ids: torch.Tensor, ends: set[int]) -> int:
     """Tokens of `ids (batch, n)` up to and with each row's end of sequence."""
-    return sum(
-        next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in ids.tolist()
-    )
+    return sum(next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in ids.tolist())
 
 
 def _timed(generate: Callable[[], torch.Tensor], seed: int) -> tuple[torch.Tensor, float]:

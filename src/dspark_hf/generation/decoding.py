@@ -137,6 +137,14 @@ def _warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> 
         )
 
 
+def _check_drawn(tokens: list[int]) -> None:
+    if min(tokens) < 0:
+        raise ValueError(
+            "The probabilities of the next token are not finite: the target or the drafter gave NaN or infinite logits. "
+            "Half precision may overflow; load both in bfloat16 or float32."
+        )
+
+
 def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
     drafting = [entry for entry in stats.rounds if entry.verified > 0]
     if len(drafting) < COLLAPSE_ROUNDS:
@@ -197,7 +205,9 @@ class _Loop:
         raw, scores = self._process(output, [[] for _ in self.active])
         verdict = self._judge(self.drafts.nothing(len(self.active)), [0] * len(self.active), scores)
         self.record.add_prompt(output, raw, scores)
-        self.rows.append(self.active, [[token] for token in verdict.next_ids.tolist()])
+        next_ids = verdict.next_ids.tolist()
+        _check_drawn(next_ids)
+        self.rows.append(self.active, [[token] for token in next_ids])
         self.drafts.add_context(output.states, output.positions)
         self._go_on([0] * len(self.active))
 
@@ -218,6 +228,7 @@ class _Loop:
         raw, scores = self._process(output, drafts)
         verdict = self._judge(proposal, lengths, scores)
         accepted, next_ids = torch.stack([verdict.accepted, verdict.next_ids]).tolist()
+        _check_drawn(next_ids)
         tokens = [
             [*row_draft[:count], token] for row_draft, count, token in zip(drafts, accepted, next_ids, strict=True)
         ]
@@ -238,8 +249,17 @@ class _Loop:
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
                 anchors=tuple(map(self._text_position, active, before)),
                 emitted_by_row=tuple(emitted),
+                verified_by_row=tuple(lengths),
+                survived_by_row=tuple(accepted),
+                confidence_logits=self._confidence_to_record(draft),
             )
         )
+
+    def _confidence_to_record(self, draft: Proposal) -> list[list[float]] | None:
+        if draft.confidence_logits is None or not self.drafts.drafter.record_confidence:
+            return None
+        logits: list[list[float]] = draft.confidence_logits.tolist()
+        return logits
 
     def _text_position(self, row: int, length: int) -> int:
         """Text position of the last of a row's first `length` ids, which a prompt of embeddings is not part of."""

@@ -93,7 +93,7 @@ class DraftSession:
             if next_probs is not None:
                 probs.append(next_probs)
         path = torch.stack(ids, dim=1)
-        wants_confidence = self.settings.confidence_threshold > 0
+        wants_confidence = self.settings.confidence_threshold > 0 or self.drafter.record_confidence
         return Proposal(
             ids=path[:, 1:],
             probs=torch.stack(probs, dim=1) if probs else None,
@@ -145,7 +145,8 @@ class DraftSession:
         if not self.settings.do_sample:
             return scores.argmax(dim=-1), None
         probs = torch.softmax(scores, dim=-1)
-        return sample(probs), probs
+        # What is no distribution is found when it is verified.
+        return sample(probs).clamp(min=0), probs
 
     def confident_lengths(self, proposal: Proposal) -> list[int]:
         """For each row, the tokens of its proposal before the first whose confidence is below the threshold.
@@ -155,7 +156,7 @@ class DraftSession:
         batch, drafted = proposal.ids.shape
         if self.settings.confidence_threshold == 0 or proposal.confidence_logits is None:
             return [drafted] * batch
-        confident = proposal.confidence_logits.sigmoid() >= self.settings.confidence_threshold
+        confident = self.drafter.confidence_probs(proposal.confidence_logits) >= self.settings.confidence_threshold
         lengths: list[int] = leading_true(confident).tolist()
         return lengths
 

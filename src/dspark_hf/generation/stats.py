@@ -25,6 +25,9 @@ class RoundStats:
         verify_seconds: time of the target's forward pass.
         anchors: text position of each row's anchor.
         emitted_by_row: `emitted`, row by row.
+        verified_by_row: `verified`, row by row.
+        survived_by_row: drafted tokens that verification accepted, row by row, also those that an end then cut off.
+        confidence_logits: of every drafted token, row by row, where the drafter's `record_confidence` asks for them.
     """
 
     rows: int
@@ -37,6 +40,9 @@ class RoundStats:
     verify_seconds: float
     anchors: tuple[int, ...] = ()
     emitted_by_row: tuple[int, ...] = ()
+    verified_by_row: tuple[int, ...] = ()
+    survived_by_row: tuple[int, ...] = ()
+    confidence_logits: list[list[float]] | None = None
 
 
 @dataclass

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from .. import _compat
 
@@ -63,16 +62,14 @@ class TargetSession:
         self.target_layer_ids = target_layer_ids
         self.model_kwargs = model_kwargs
         self.batch = batch
-        cache = model_kwargs.get(_compat.CACHE_ARGUMENT)
         if not model_kwargs.get("use_cache", True):
             raise ValueError(
                 "A drafter needs the target's cache, and `use_cache` is false, in the call or in the target's "
                 "`generation_config`. Set it to true."
             )
-        _compat.check_rollback(cache, target)
+        self.cache = _compat.check_rollback(model_kwargs.get(_compat.CACHE_ARGUMENT), target)
         if batch > 1:
-            _compat.check_realignment(cache, target)
-        self.cache = cache
+            _compat.check_realignment(self.cache, target)
         self.wants_hidden_states = bool(model_kwargs.get("output_hidden_states"))
         self.wants_attentions = bool(model_kwargs.get("output_attentions"))
         # Columns of the cache, and how many of its first columns are padding in each row.

@@ -49,6 +49,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a finite number", _is_number),
     "str": ("a string", lambda value: isinstance(value, str)),
     "list[int]": ("a list of whole numbers", lambda value: _is_list(value, _is_int)),
+    "list[float]": ("a list of finite numbers", lambda value: _is_list(value, _is_number)),
     "list[str]": ("a list of strings", lambda value: _is_list(value, lambda item: isinstance(item, str))),
     "dict[str, Any]": ("a mapping of names to values", lambda value: isinstance(value, dict)),
 }
@@ -171,6 +172,10 @@ class DSparkConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = field(
         default=True, metadata={"help": "The confidence head also sees the previous token's Markov embedding."}
     )
+    confidence_temperatures: list[float] | None = field(
+        default=None,
+        metadata={"help": "What divides the confidence logit of each drafted position; unset while uncalibrated."},
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.tie_word_embeddings = False
@@ -216,6 +221,7 @@ class DSparkConfig(PreTrainedConfig):
                 f"`final_logit_softcapping` is {self.final_logit_softcapping}; it must be positive, or unset for none."
             )
         self._check_heads()
+        self._check_temperatures()
         self._check_rope()
         self._check_layer_types()
         self._check_target_layers()
@@ -230,6 +236,24 @@ class DSparkConfig(PreTrainedConfig):
         if heads is not None and shared is not None and heads % shared:
             raise ValueError(
                 f"`num_attention_heads` is {heads}, which `num_key_value_heads` = {shared} does not divide."
+            )
+
+    def _check_temperatures(self) -> None:
+        temperatures = self.confidence_temperatures
+        if temperatures is None:
+            return
+        if not self.enable_confidence_head:
+            raise ValueError(
+                f"`confidence_temperatures` is {temperatures} but `enable_confidence_head` is false; leave it unset."
+            )
+        if len(temperatures) != self.block_size:
+            raise ValueError(
+                f"`confidence_temperatures` has {len(temperatures)} entries for `block_size` = {self.block_size}; "
+                "give one per drafted position, or leave it unset."
+            )
+        if min(temperatures) <= 0:
+            raise ValueError(
+                f"`confidence_temperatures` is {temperatures}; each must be positive, 1 where nothing is to change."
             )
 
     def _check_rope(self) -> None:

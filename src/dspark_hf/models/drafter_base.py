@@ -23,6 +23,7 @@ class Drafter(PreTrainedModel):
 
     Attributes:
         last_stats: statistics of the last `generate` call that this drafter served, `None` before the first.
+        record_confidence: whether these statistics hold the confidence logits of each round, for calibration.
     """
 
     config_class = DSparkConfig
@@ -41,6 +42,7 @@ class Drafter(PreTrainedModel):
             )
         super().__init__(config)
         self.last_stats: Any = None
+        self.record_confidence = False
         self._target_modules: tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None = None
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None

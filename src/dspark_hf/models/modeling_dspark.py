@@ -170,6 +170,20 @@ class DSparkDrafter(Drafter):
             return self.confidence_head(hidden, None)
         return self.confidence_head(hidden, self.markov_head.embed(previous_ids))
 
+    def confidence_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Confidences `c_1..c_k` (equation 7), calibrated where `config.confidence_temperatures` is set.
+
+        Args:
+            logits: `(..., k)`, confidence logits of the first `k` drafted positions.
+
+        Returns:
+            `(..., k)` probabilities in float32, that each token survives given that all before it did.
+        """
+        logits = logits.float()
+        if self.config.confidence_temperatures is not None:
+            logits = logits / logits.new_tensor(self.config.confidence_temperatures[: logits.shape[-1]])
+        return logits.sigmoid()
+
     def draft_step(
         self, base_logits: torch.Tensor, hidden: torch.Tensor, previous_ids: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
