@@ -115,9 +115,7 @@ def main() -> None:
         for decoding in DECODINGS
         for kind in KINDS
     ]
-    rows += [
-        measure_batch(decoding, args.batch_size, args.repeats, args.new_tokens, pair) for decoding in DECODINGS
-    ]
+    rows += [measure_batch(decoding, args.batch_size, args.repeats, args.new_tokens, pair) for decoding in DECODINGS]
     report = {
         "machine": {"cpu": platform.machine(), "threads": args.threads},
         "versions": {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dspark_hf import _compat
@@ -93,6 +93,28 @@ def test_cache(name):
     assert hasattr(Cache, name), f"Cache.{name} is gone: caches can no longer be rolled back, see _compat.py"
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_cache_realigns(window):
+    """Rows move to the right, rows leave, and what `crop` and `get_mask_sizes` rely on moves with them."""
+    layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+    cache = Cache(layers=[layer])
+    cache.activate_past_recording()
+    for start in (0, 5):
+        if start:
+            _compat.crop_cache(cache, 0)
+        states = torch.arange(start, start + 5.0) + 10 * torch.arange(3.0)[:, None]
+        cache.update(states[:, None, :, None], states[:, None, :, None], 0)
+    # Row 0 keeps 9 columns, row 2 keeps 7 and is moved by 2; column 0 is dropped.
+    columns = torch.arange(1, 9) - torch.tensor([[0], [2]])
+    _compat.realign_cache(cache, torch.tensor([0, 2]), columns, 10)
+    assert cache.get_seq_length() == 8
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8], [20, 20, 21, 22, 23, 24, 25, 26]]
+    held = 8 if window is None else window - 1
+    for tensor in (layer.keys, layer.values):
+        assert tensor[:, 0, :, 0].tolist() == [row[-held:] for row in rows]
+    assert cache.get_mask_sizes(2, 0) == ((10, 0) if window is None else (window + 1, 8 - window + 1))
+
+
 def test_cache_crop_drops_from_the_end():
     cache = DynamicCache()
     cache.update(torch.arange(5.0).reshape(1, 1, 5, 1), torch.zeros(1, 1, 5, 1), 0)
@@ -102,7 +124,7 @@ def test_cache_crop_drops_from_the_end():
     assert cache.layers[0].keys.flatten().tolist() == [0, 1, 2], "Cache.crop(-2) does not drop the last two positions"
 
 
-@pytest.mark.parametrize(("given", "expected"), [(7, [7]), ([5, 7], [5, 7]), (None, None)])
+@pytest.mark.parametrize(("given", "expected"), [(7, [7]), ([5, 7], [5, 7]), (None, [])])
 def test_prepared_eos_ids(given, expected):
     model = tiny_target("qwen3", num_hidden_layers=1)
     model.generation_config.eos_token_id = None
@@ -114,12 +136,14 @@ def test_prepared_eos_ids(given, expected):
 
     model.generate(tiny_prompt(4), custom_generate=look, max_new_tokens=2, eos_token_id=given, pad_token_id=0)
     assert hasattr(seen[0], "_eos_token_tensor"), "generate no longer prepares GenerationConfig._eos_token_tensor"
-    ids = _compat.eos_token_ids(seen[0])
-    assert (ids if ids is None else ids.tolist()) == expected
+    assert hasattr(seen[0], "_pad_token_tensor"), "generate no longer prepares GenerationConfig._pad_token_tensor"
+    assert _compat.eos_token_ids(seen[0]) == expected
+    assert _compat.pad_token_id(seen[0]) == 0
 
 
 def test_eos_ids_of_an_unprepared_config():
-    assert _compat.eos_token_ids(GenerationConfig(eos_token_id=3)) is None
+    assert _compat.eos_token_ids(GenerationConfig(eos_token_id=3)) == []
+    assert _compat.pad_token_id(GenerationConfig(pad_token_id=3)) == 0
 
 
 def test_output_field():

@@ -1,10 +1,6 @@
-r"""Trains the drafter of the embedded pair on the text that the target wrote.
+"""Trains the drafter of the embedded pair on the text that the target wrote.
 
-The drafter that comes with the package was trained in two stages, the second with longer blocks:
-
-    python examples/embedded_pair/train_drafter.py
-    python examples/embedded_pair/train_drafter.py --warm_start build/embedded_pair/drafter --block_size 10 \
-        --output_dir build/embedded_pair/drafter_long --learning_rate 5e-4 --max_steps 300 --seed 43
+python examples/embedded_pair/train_drafter.py --work_dir build/embedded_pair
 """
 
 import logging
@@ -31,7 +27,8 @@ class DrafterArguments:
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
     markov_head_type: str = field(default="rnn", metadata={"help": "`vanilla`, `gated` or `rnn`."})
     warm_start: str | None = field(
-        default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the fields above, but for the block size."}
+        default=None,
+        metadata={"help": "Trained drafter to go on from; of the fields above only the block size counts then."},
     )
 
 

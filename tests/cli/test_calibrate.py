@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import AutoDrafter, DSparkConfig, get_drafter
-from dspark_hf.cli import calibrate as command
+from dspark_hf.cli.calibrate import Prompt, encode_prompt, read_prompts, split_prompts
 from dspark_hf.embedded import DRAFTER, PROMPTS, TARGET
 from dspark_hf.evaluation import calibration
 
@@ -101,7 +101,7 @@ def test_same_numbers_as_the_library(folders, prompts, tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "new" / "calibration.json").read_text(encoding="utf-8"))
     assert (report["fitted_prompts"], report["heldout_prompts"]) == (3, 1)
-    texts, _ = command._split(command._read_prompts(str(prompts)), 0.75, 3)
+    texts, _ = split_prompts(read_prompts(str(prompts)), 0.75, 3)
     ids = [make_tokenizer()(prompt.text, return_tensors="pt").input_ids for prompt in texts]
     target = make_target()
     rounds = calibration.collect_observations(target, make_drafter(target), ids, max_new_tokens=12, do_sample=False)
@@ -167,10 +167,10 @@ def test_without_matplotlib(folders, prompts, tmp_path, monkeypatch):
 def test_chat_template_is_for_what_a_user_says(folders, prompts):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}w7 {{ m.content }} w8{% endfor %}"
-    texts = command._read_prompts(str(prompts))
+    texts = read_prompts(str(prompts))
 
     def shown(chat):
-        return [tokenizer.decode(command._encode(tokenizer, text, chat, None)[0]) for text in texts]
+        return [tokenizer.decode(encode_prompt(tokenizer, text, chat, None)[0]) for text in texts]
 
     plain = ["w10 w20 w30", "w40 w50", "w60 w70", "w90 w91 w92 w93"]
     assert shown(False) == plain
@@ -180,13 +180,13 @@ def test_chat_template_is_for_what_a_user_says(folders, prompts):
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_split(share):
-    texts = [command._Prompt(f"w{index}", False) for index in range(20)]
-    fitted, heldout = command._split(texts, share, seed=0)
+    texts = [Prompt(f"w{index}", False) for index in range(20)]
+    fitted, heldout = split_prompts(texts, share, seed=0)
     assert len(fitted) == {0.01: 1, 0.5: 10, 0.99: 19}[share]
     assert set(fitted) | set(heldout) == set(texts)
     assert not set(fitted) & set(heldout)
-    assert command._split(texts, share, seed=0) == (fitted, heldout)
-    assert command._split(texts, share, seed=1) != (fitted, heldout)
+    assert split_prompts(texts, share, seed=0) == (fitted, heldout)
+    assert split_prompts(texts, share, seed=1) != (fitted, heldout)
 
 
 @pytest.mark.parametrize(

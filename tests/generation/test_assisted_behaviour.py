@@ -19,7 +19,6 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
-
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dspark_hf import DSparkConfig, embedded, get_drafter
@@ -53,9 +52,7 @@ def test_output_is_complete(pair, do_sample, batch):
     for name in ("scores", "logits"):
         assert [tuple(entry.shape) for entry in output[name]] == [tuple(entry.shape) for entry in expected[name]]
     for name in ("hidden_states", "attentions"):
-        shapes = [
-            [[tuple(layer.shape) for layer in token] for token in result[name]] for result in (output, expected)
-        ]
+        shapes = [[[tuple(layer.shape) for layer in token] for token in result[name]] for result in (output, expected)]
         assert shapes[0] == shapes[1]
     if not do_sample:
         assert output.sequences.tolist() == expected.sequences.tolist()

@@ -179,7 +179,7 @@ def test_end_of_sequence(target, drafter, inputs, texts, place):
 
 
 @pytest.mark.parametrize("eos", [False, True])
-def test_stop_strings(target, drafter, inputs, texts, tokenizer, eos):  # noqa: F811
+def test_stop_strings(target, drafter, inputs, texts, tokenizer, eos):
     """Without an end-of-sequence token plain decoding goes on with a row that met its string, until all have."""
     options = {"stop_strings": [f"w{texts[0][7]}", f"w{texts[1][12]}"], "tokenizer": tokenizer}
     if eos:

@@ -34,6 +34,10 @@ BATCH = Batch((20, 13, 17, 9), VOCAB_SIZE)
 PADDING_CHANGES_TEXT = {("paligemma", "sdpa")}
 
 
+def test_main_families_are_families():
+    assert set(FAMILIES) >= MAIN_FAMILIES
+
+
 def test_table_and_targets_agree():
     """No row of the table is untested, and no tested family is missing from it."""
     assert sorted(TARGET_FAMILIES) == sorted(FAMILIES)
@@ -108,7 +112,32 @@ def use_attention(target, implementation: str) -> None:
         pytest.skip(f"{type(target).__name__} cannot be switched to {implementation} attention")
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in FAMILIES for kind in ("eager", "sdpa")], ids="-".join)
+# Tested on every supported Transformers; the others, which take much longer together, on the newest only.
+MAIN_FAMILIES = {
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "llama",
+    "mistral",
+    "gpt_oss",
+    "gpt2",
+}
+
+
+def cases():
+    """Every family with both kinds of attention."""
+    for name in FAMILIES:
+        marks = () if name in MAIN_FAMILIES else (pytest.mark.slow,)
+        for kind in ("eager", "sdpa"):
+            yield pytest.param((name, kind), marks=marks, id=f"{name}-{kind}")
+
+
+@pytest.fixture(scope="module", params=cases())
 def case(request):
     name, attention = request.param
     if is_missing(name):

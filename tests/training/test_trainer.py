@@ -124,8 +124,11 @@ def test_saved_drafter_and_summary(target: PreTrainedModel, dataset: Dataset, tm
     summary = json.loads((tmp_path / "training_summary.json").read_text())
     assert summary["steps"] == 3 and summary["data"]["examples"] == 16
     assert summary["metrics"]["eval_tau"] >= 1 and summary["arguments"]["num_anchors"] == 6
-    warm = train_drafter(target, dataset, tmp_path, make_args(tmp_path / "warm", max_steps=1))
+    loaded.config.confidence_temperatures = [2.0] * loaded.config.block_size
+    loaded.save_pretrained(tmp_path / "calibrated")
+    warm = train_drafter(target, dataset, tmp_path / "calibrated", make_args(tmp_path / "warm", max_steps=1))
     assert warm.config.num_hidden_layers == 1
+    assert warm.config.confidence_temperatures is None, "other weights, other temperatures"
 
 
 def test_user_errors(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def calibrate(
     """
     import torch
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     from ..evaluation import calibration
     from ..evaluation.plots import can_plot, plot_reliability
@@ -77,19 +77,20 @@ def calibrate(
         check_decoding(max_new_tokens, temperature, top_k, top_p, dtype, seed)
         _check(fit_share, bins, samples, temperature)
         _check_output(output, drafter)
-        fitted, heldout = _split(_read_prompts(prompts), fit_share, seed)
+        fitted, heldout = split_prompts(read_prompts(prompts), fit_share, seed)
         model, tokenizer, helper = load_pair(target, drafter, device, dtype)
         calibration.check_confidence_head(helper)
         options = decoding_options(max_new_tokens, temperature, top_k, top_p) | {"num_return_sequences": samples}
-        ids = [_encode(tokenizer, prompt, chat, thinking).to(model.device) for prompt in (*fitted, *heldout)]
+        ids = [encode_prompt(tokenizer, prompt, chat, thinking).to(model.device) for prompt in (*fitted, *heldout)]
         torch.manual_seed(seed)
-        parts = [
-            calibration.collect_observations(model, helper, track(part, description=description), **options)
-            for description, part in (
-                ("generating to fit to", ids[: len(fitted)]),
-                ("generating to judge by", ids[len(fitted) :]),
-            )
-        ]
+        parts = []
+        for description, part in (
+            ("generating to fit to", ids[: len(fitted)]),
+            ("generating to judge by", ids[len(fitted) :]),
+        ):
+            with Progress() as progress:
+                shown = progress.track(part, description=description)
+                parts.append(calibration.collect_observations(model, helper, shown, **options))
         temperatures = calibration.fit_temperatures(parts[0], bins)
         before = calibration.report(parts[1], None, bins)
         after = calibration.report(parts[1], temperatures, bins)
@@ -176,14 +177,14 @@ def _is_own_format(folder: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prompt:
+class Prompt:
     """Text of a prompt, and whether it is what a user says rather than text to go on from."""
 
     text: str
     is_turn: bool
 
 
-def _read_prompts(path: str) -> list[_Prompt]:
+def read_prompts(path: str) -> list[Prompt]:
     """The prompts of a JSON Lines file without repetitions, at least two.
 
     Raises:
@@ -204,14 +205,14 @@ def _read_prompts(path: str) -> list[_Prompt]:
     return found
 
 
-def _rows(path: str) -> Iterator[_Prompt]:
+def _rows(path: str) -> Iterator[Prompt]:
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _prompt(line, f"Line {number} of {path}")
 
 
-def _prompt(line: str, place: str) -> _Prompt:
+def _prompt(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -227,17 +228,17 @@ def _prompt(line: str, place: str) -> _Prompt:
     if not isinstance(value, str) or not value:
         takes = "a list of texts" if name == "turns" else "a text"
         raise ValueError(f"{place} has {row[name]!r:.60} as `{name}`; it must be {takes}, not empty.")
-    return _Prompt(value, is_turn=name != "text")
+    return Prompt(value, is_turn=name != "text")
 
 
-def _split(prompts: list[_Prompt], fit_share: float, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
+def split_prompts(prompts: list[Prompt], fit_share: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """A random part to fit to and the rest, neither empty."""
     shuffled = random.Random(seed).sample(prompts, len(prompts))
     count = min(max(round(fit_share * len(prompts)), 1), len(prompts) - 1)
     return shuffled[:count], shuffled[count:]
 
 
-def _encode(tokenizer: Any, prompt: _Prompt, chat: bool | None, thinking: bool | None) -> Any:
+def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool | None, thinking: bool | None) -> Any:
     """Ids `(1, length)` of a prompt."""
     ids = encode(tokenizer, prompt.text, False if chat is None and not prompt.is_turn else chat, thinking)
     if not ids.numel():
@@ -336,4 +337,4 @@ def _print_summary(console: Any, summary: dict[str, Any]) -> None:
         )
 
 
-__all__ = ["calibrate"]
+__all__ = ["Prompt", "calibrate", "encode_prompt", "read_prompts", "split_prompts"]

@@ -140,8 +140,8 @@ def _warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> 
 def _check_drawn(tokens: list[int]) -> None:
     if min(tokens) < 0:
         raise ValueError(
-            "The probabilities of the next token are not finite: the target or the drafter gave NaN or infinite logits. "
-            "Half precision may overflow; load both in bfloat16 or float32."
+            "The probabilities of the next token are not finite: the target or the drafter gave NaN or infinite "
+            "logits. Half precision may overflow; load both in bfloat16 or float32."
         )
 
 

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
@@ -128,19 +129,20 @@ class Drafter(PreTrainedModel):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings: `(batch, n)` ids to `(batch, n, d)`, on the drafter's device and dtype."""
-        table = self.embed_tokens if self.embed_tokens is not None else self._shared_module(0)
-        weight: Any = table.weight
-        # Looked up by weight: a target's module may scale its output, which is `embedding_scale` here.
-        embeddings = nn.functional.embedding(input_ids.to(weight.device), weight)
+        table: Any = self.embed_tokens if self.embed_tokens is not None else self._shared_module(0)
+        with align_module_device(table):  # brings in weights that Accelerate keeps elsewhere
+            # Looked up by weight: a target's module may scale its output, which is `embedding_scale` here.
+            embeddings = nn.functional.embedding(input_ids.to(table.weight.device), table.weight)
         if self.config.embedding_scale != 1.0:
-            embeddings = embeddings * torch.tensor(self.config.embedding_scale, dtype=weight.dtype)
+            embeddings = embeddings * torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype)
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `U`: `hidden (..., d)`, after the final norm, to `(..., vocab)` with the final soft cap."""
         head = self.lm_head if self.lm_head is not None else self._shared_module(1)
         weight: Any = getattr(head, "weight", hidden)
-        device, dtype = weight.device, weight.dtype if weight.is_floating_point() else hidden.dtype
+        device = hidden.device if weight.is_meta else weight.device
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
         logits = head(hidden.to(device=device, dtype=dtype)).to(hidden.device)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -101,6 +101,7 @@ def train_drafter(
         drafter = DSparkDrafter.from_pretrained(drafter)
     model: Any = drafter
     model.check_target(target)
+    model.config.confidence_temperatures = None  # those of another training say nothing about the weights to come
     vocab_size: Any = model.config.vocab_size
 
     def prepare(data: Data) -> tuple[Dataset, DataReport]:
