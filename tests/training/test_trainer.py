@@ -13,6 +13,7 @@ from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
 from dspark_hf.data import generation_prompt
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, train_drafter
 
+from ..tiny import tiny_target
 from .conftest import VOCAB_SIZE
 
 
@@ -161,3 +162,20 @@ def test_chat_template_is_recorded(
         loaded = DSparkDrafter.from_pretrained(args.output_dir).config
         assert loaded.generation_prompt_ids == expected
         assert loaded.enable_thinking == (thinking if expected else None)
+
+
+def test_target_whose_head_sees_something_else(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    """Families may have layers between the last state and the head; here the state that is returned is halved."""
+    model = tiny_target("qwen3")
+    drafter = make_drafter(model)
+    forward = model.forward
+
+    def altered(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        if output.hidden_states is not None:
+            output.hidden_states = (*output.hidden_states[:-1], output.hidden_states[-1] / 2)
+        return output
+
+    model.forward = altered
+    with pytest.raises(ValueError, match="does not make its logits from its last hidden state"):
+        DSparkTrainer(drafter, model, make_args(tmp_path), train_dataset=dataset)

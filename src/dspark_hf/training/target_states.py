@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .._compat import capture_kwargs, captured_states
+from ..models import Drafter
 
 
 @dataclass
@@ -48,4 +49,24 @@ def compute_target_states(
     return TargetStates(context=context.to(device), last=outputs.hidden_states[-1].to(device))
 
 
-__all__ = ["TargetStates", "compute_target_states"]
+@torch.no_grad()
+def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
+    """Raises `ValueError` for a target whose last state is not what its LM head turns into logits.
+
+    Some families put further layers between the two; a drafter would be trained on logits that are not the target's.
+    """
+    ids = torch.tensor([[0, 1]], device=target.device)
+    states = compute_target_states(target, drafter.config.target_layer_ids, ids, torch.ones_like(ids))
+    logits = target(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1].float()
+    if states.last.dim() == 3:
+        ours = drafter.project(states.last[:, -1]).float().to(logits.device)
+        tolerance = 1e-3 if target.dtype == torch.float32 else 5e-2
+        if (ours - logits).abs().max() <= tolerance * max(1.0, logits.abs().max().item()):
+            return
+    raise ValueError(
+        f"The target {type(target).__name__} does not make its logits from its last hidden state by its LM head alone, "
+        "which training relies on. Drafters for it can be used, but not trained here."
+    )
+
+
+__all__ = ["TargetStates", "check_last_state", "compute_target_states"]

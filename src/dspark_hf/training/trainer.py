@@ -26,7 +26,7 @@ from .losses import (
     sum_over_processes,
     world_size,
 )
-from .target_states import TargetStates, compute_target_states
+from .target_states import TargetStates, check_last_state, compute_target_states
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class DSparkTrainer(Trainer):
         kwargs: further arguments of `Trainer`.
 
     Raises:
-        ValueError: if the drafter does not fit the target.
+        ValueError: if the drafter does not fit the target, or training cannot read the target's logits.
     """
 
     args: DSparkTrainingArguments
@@ -108,6 +108,7 @@ class DSparkTrainer(Trainer):
             logger.warning("One of %d GPUs is used; start with `accelerate launch` or `torchrun` for all.", args.n_gpu)
             args._n_gpu = 1
         model.bind_target(target)
+        check_last_state(target, model)
         for own in (model.get_input_embeddings(), model.get_output_embeddings()):
             if own is not None:
                 own.requires_grad_(False)
