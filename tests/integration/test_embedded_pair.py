@@ -25,26 +25,24 @@ def interleaved_prompts() -> list:
 
 
 @pytest.mark.slow
-def test_greedy_equals_plain_generate(pair):
-    """50 prompts, 128 tokens; the smallest gap between the best two logits tells near-ties from faults."""
+@pytest.mark.parametrize("batch", [1, 10])
+def test_greedy_equals_plain_generate(pair, batch):
+    """128 tokens of 50 prompts in batches, and of 10 prompts one by one.
+
+    The smallest gap between the best two logits tells near-ties from faults.
+    """
     target, tokenizer, drafter = pair
     smallest, lengths = float("inf"), []
-    for prompt in interleaved_prompts()[:PROMPTS]:
-        prompt_ids = tokenizer(prompt.text, return_tensors="pt").input_ids
-        plain = target.generate(
-            input_ids=prompt_ids,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+    texts = [prompt.text for prompt in interleaved_prompts()[: PROMPTS if batch > 1 else 10]]
+    for start in range(0, len(texts), batch):
+        inputs = tokenizer(texts[start : start + batch], padding=True, padding_side="left", return_tensors="pt")
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        plain = target.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
         top = torch.stack(plain.logits).topk(2).values
         gap = (top[..., 0] - top[..., 1]).min().item()
         smallest = min(smallest, gap)
-        output = target.generate(
-            input_ids=prompt_ids, assistant_model=drafter, max_new_tokens=NEW_TOKENS, do_sample=False
-        )
-        assert output.tolist() == plain.sequences.tolist(), f"{prompt.id}: smallest top-2 gap {gap:.2e}"
+        output = target.generate(**inputs, **options, assistant_model=drafter)
+        assert output.tolist() == plain.sequences.tolist(), f"prompts from {start}: smallest top-2 gap {gap:.2e}"
         lengths.append(drafter.last_stats.mean_accepted_length)
     print(f"smallest top-2 gap {smallest:.2e}, mean accepted length {sum(lengths) / len(lengths):.2f}")
     assert sum(lengths) / len(lengths) > 2

@@ -2,6 +2,7 @@
 
 from .calibration import Observations, collect_observations, fit_temperatures
 from .comparison import Comparison, compare, repeated_share
+from .metrics import metric_path
 
 __all__ = [
     "Comparison",
@@ -9,5 +10,6 @@ __all__ = [
     "collect_observations",
     "compare",
     "fit_temperatures",
+    "metric_path",
     "repeated_share",
 ]

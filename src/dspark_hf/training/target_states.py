@@ -64,8 +64,8 @@ def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
         if (ours - logits).abs().max() <= tolerance * max(1.0, logits.abs().max().item()):
             return
     raise ValueError(
-        f"The target {type(target).__name__} does not make its logits from its last hidden state by its LM head alone, "
-        "which training relies on. Drafters for it can be used, but not trained here."
+        f"The target {type(target).__name__} does not make its logits from its last hidden state by its LM head "
+        "alone, which training relies on. Drafters for it can be used, but not trained here."
     )
 
 
