@@ -189,6 +189,30 @@ def test_all_rows_end_with_the_first_token(target):
     assert drafter.last_stats.rounds == []
 
 
+def test_inputs_with_a_row_per_prompt_go_with_their_rows():
+    """An input that only the target knows, with one row per prompt, is cut down with the batch."""
+    target = endless("qwen3")
+    shifts, forward = torch.tensor([[0.0], [0.5], [-0.5]]), target.forward
+
+    def shifted(*args, shift, **kwargs):
+        output = forward(*args, **kwargs)
+        assert shift.shape[0] == output.logits.shape[0]
+        output.logits = output.logits * (1 + shift[:, None] * torch.linspace(-1, 1, output.logits.shape[-1]))
+        return output
+
+    target.forward = shifted
+    target._validate_model_kwargs = lambda kwargs: None
+    prompts = random_prompts([5, 9, 7])
+    inputs = padded(prompts) | {"shift": shifts}
+    expected = plain(target, inputs)
+    end = expected[0, 9 + 4].item()
+    expected = plain(target, inputs, eos_token_id=end)
+    drafter = get_drafter(target, DSparkConfig(block_size=4, num_hidden_layers=1))
+    output = plain(target, inputs, eos_token_id=end, assistant_model=drafter)
+    assert output.tolist() == expected.tolist()
+    assert drafter.last_stats.rounds[-1].rows < 3
+
+
 # --- random batches ------------------------------------------------------------------------------------------------
 
 TARGETS = {

@@ -176,9 +176,8 @@ class TargetSession:
         # The anchors' column comes after those of the cache.
         columns = torch.arange(start, end + 1, device=device) - torch.tensor(shifts, device=device)[:, None]
         _compat.realign_cache(self.cache, index, columns[:, :-1], self.columns)
-        self.model_kwargs = select_columns(
-            extend(self.model_kwargs, self.columns + 1 - self._known_columns), index, columns, self.columns + 1
-        )
+        inputs = extend(self.model_kwargs, self.columns + 1 - self._known_columns)
+        self.model_kwargs = select_columns(select_rows(inputs, index, self.batch), index, columns, self.columns + 1)
         self.padding = [count - start for count in padding]
         self.columns, self.batch = end - start, len(rows)
 
@@ -221,6 +220,16 @@ def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
             last = types[:, -1:].expand(-1, count) if value is None else types.new_full((types.shape[0], count), value)
             model_kwargs[name] = torch.cat([types, last], dim=1)
     return model_kwargs
+
+
+def select_rows(model_kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> dict[str, Any]:
+    """`model_kwargs` with `rows` of those inputs that have one row per prompt but none of `_COLUMN_INPUTS`."""
+    return {
+        name: value[rows.to(value.device)]
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) and name not in _COLUMN_INPUTS
+        else value
+        for name, value in model_kwargs.items()
+    }
 
 
 def select_columns(
