@@ -189,6 +189,15 @@ def test_all_rows_end_with_the_first_token(target):
     assert drafter.last_stats.rounds == []
 
 
+def test_mask_longer_than_the_text():
+    target = endless("qwen3")
+    inputs = padded(random_prompts([5, 9]))
+    inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+    drafter = get_drafter(target, DSparkConfig(block_size=3, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="After a prompt of 11 tokens, as `attention_mask` .* has 9 entries"):
+        plain(target, inputs, assistant_model=drafter)
+
+
 def test_inputs_with_a_row_per_prompt_go_with_their_rows():
     """An input that only the target knows, with one row per prompt, is cut down with the batch."""
     target = endless("qwen3")
