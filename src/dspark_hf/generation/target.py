@@ -90,9 +90,9 @@ class TargetSession:
         self.columns = self._known_columns = int(self.cache.get_seq_length())
         if self.columns != whole:
             raise ValueError(
-                f"After a prompt of {whole} tokens, as `attention_mask` or `position_ids` count them, the cache of the "
-                f"target {type(self.target).__name__} has {self.columns} entries. Give a mask as long as the text; where "
-                "it is, this target's cache cannot tell drafted tokens apart. Call `generate` without "
+                f"After a prompt of {whole} tokens, as `attention_mask` or `position_ids` count them, the cache of "
+                f"the target {type(self.target).__name__} has {self.columns} entries. Give a mask as long as the "
+                "text; where it is, this target's cache cannot tell drafted tokens apart. Call `generate` without "
                 "`assistant_model`."
             )
         if self.batch > 1:
