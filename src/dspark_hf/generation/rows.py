@@ -47,7 +47,7 @@ class Rows:
         scores_up_to: ScoresUpTo = lambda _: None,
     ) -> None:
         self.batch, self.prompt_length = input_ids.shape
-        self.max_length: int = config.max_length
+        self.max_length = int(config.max_length)
         self.pad_id = _compat.pad_token_id(config)
         self.buffer = input_ids.clone()
         self.lengths = [self.prompt_length] * self.batch

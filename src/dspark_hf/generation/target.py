@@ -202,8 +202,13 @@ class TargetSession:
             states=_compat.captured_states(outputs.hidden_states, self.target_layer_ids),
             positions=positions,
             hidden_states=outputs.hidden_states if self.wants_hidden_states else None,
-            attentions=outputs.attentions if self.wants_attentions else None,
+            # Kinds of attention that have no weights to show give none.
+            attentions=outputs.attentions if self.wants_attentions and _are_tensors(outputs.attentions) else None,
         )
+
+
+def _are_tensors(values: Any) -> bool:
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
 def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def train_drafter(
         train_drafter(target, "train.jsonl", drafter, args, tokenizer=tokenizer)
         ```
     """
+    _check_output(training_args.output_dir)
     checkpoint = find_checkpoint(training_args.output_dir, resume) if isinstance(resume, bool) else resume
     if isinstance(target, (str, os.PathLike)):
         target, loaded = load_target(target)
@@ -139,6 +140,13 @@ def train_drafter(
     if trainer.is_world_process_zero():
         _write_summary(trainer, report, metrics)
     return model.eval()
+
+
+def _check_output(output_dir: str) -> None:
+    """Raises `ValueError` where saving would overwrite another model, such as the target."""
+    config = Path(output_dir) / "config.json"
+    if config.is_file() and '"dspark"' not in config.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"`output_dir` is {output_dir!r}, which holds another model; give a fresh folder.")
 
 
 def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
