@@ -13,12 +13,12 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf import DSparkConfig, _compat, custom_generate, get_drafter
 
 from ..parity.fixtures import load_drafter, load_target, load_tensors
 from ..tiny import tiny_target
+from .test_hook import Recorder
 from .test_options import only_even, processor_options, tokenizer
 
 CASE = "qwen3-dspark-vanilla"
@@ -224,17 +224,6 @@ def test_max_time(target, drafter, inputs, texts):
     assert output.tolist() == expected.tolist()
     expected, output = both(target, drafter, inputs, max_time=600.0)
     assert output.tolist() == expected.tolist()
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.events = []
-
-    def put(self, value):
-        self.events.append(value.tolist())
-
-    def end(self):
-        self.events.append("end")
 
 
 @pytest.mark.parametrize("eos", [False, True])

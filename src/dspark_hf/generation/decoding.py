@@ -296,7 +296,7 @@ class _Loop:
 
     def _add_context(self, output: TargetOutput, emitted: list[int]) -> None:
         """Gives the drafter the states of what each row keeps of the verified tokens."""
-        longest = max(1, *emitted) if len(emitted) > 1 else emitted[0]
+        longest = max(emitted)
         positions = output.positions[:, :longest]
         if min(emitted) < longest:
             counts = torch.tensor(emitted, device=positions.device)

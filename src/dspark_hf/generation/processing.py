@@ -88,6 +88,10 @@ def _copy(processor: Any) -> Any:
         ) from error
 
 
+Positions = list[tuple[int, int, int]]
+"""Index in the batch, position and text length of every score that counts."""
+
+
 def _for_rows(processor: Any, rows: list[int]) -> Any:
     """The repetition penalty keeps a number per row of the batch: one with the numbers of `rows` only."""
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -96,6 +100,44 @@ def _for_rows(processor: Any, rows: list[int]) -> Any:
     processor = copy.copy(processor)
     processor.prompt_ignore_length = ignored[rows]
     return processor
+
+
+def _by_length(
+    processor: Any, active: list[int], positions: Positions, candidates: torch.Tensor, scores: torch.Tensor
+) -> None:
+    """Calls a processor once for each text length."""
+    by_length: dict[int, tuple[list[int], list[int]]] = {}
+    for index, position, length in positions:
+        indices, places = by_length.setdefault(length, ([], []))
+        indices.append(index)
+        places.append(position)
+    for length, (indices, places) in by_length.items():
+        rows = [active[index] for index in indices]
+        ids = candidates[rows, :length]
+        scores[indices, places] = _for_rows(processor, rows)(ids, scores[indices, places])
+
+
+def _row_by_row(
+    stage: _Stage, active: list[int], positions: Positions, candidates: torch.Tensor, scores: torch.Tensor
+) -> None:
+    """Shows each position, in order, to the copy of its row, among rows that are as long."""
+    for index, position, length in positions:
+        row = active[index]
+        given = scores[index, position].clone()
+        stage.inputs.setdefault(row, []).append(given)
+        scores[index, position] = _call(stage.trial[row], row, candidates[:, :length], given)
+
+
+def _call(processor: Any, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What `processor` makes of one row's `scores (vocab,)`."""
+    batch = ids.shape[0]
+    result: torch.Tensor = processor(ids, scores.repeat(batch, 1))
+    if result.shape != (batch, scores.shape[0]):
+        raise ValueError(
+            f"The logits processor {type(processor).__name__} made scores of shape {tuple(result.shape)} from "
+            f"{(batch, scores.shape[0])}; it must keep the shape."
+        )
+    return result[row]
 
 
 class RowProcessors:
@@ -137,14 +179,15 @@ class RowProcessors:
             return scores
         batch, count, vocab = scores.shape
         candidates = self._candidates(active, drafts, scores.device)
+        positions = self._positions(active, drafts, offset, count) if self.needs_ids else []
         for stage in self.stages:
             if stage.scores_only:
                 nothing = scores.new_zeros(batch * count, 0, dtype=torch.long)
                 scores = stage.processor(nothing, scores.reshape(-1, vocab)).view(batch, count, vocab)
             elif stage.by_ids:
-                self._by_length(stage, active, drafts, offset, candidates, scores)
+                _by_length(stage.processor, active, positions, candidates, scores)
             else:
-                self._row_by_row(stage, active, drafts, offset, candidates, scores)
+                _row_by_row(stage, active, positions, candidates, scores)
         return scores
 
     def _candidates(self, active: list[int], drafts: list[list[int]], device: torch.device) -> torch.Tensor:
@@ -161,9 +204,7 @@ class RowProcessors:
             candidates[row, start : start + len(draft)] = torch.tensor(draft, dtype=torch.long, device=buffer.device)
         return candidates.to(device)
 
-    def _positions(
-        self, active: list[int], drafts: list[list[int]], offset: int, count: int
-    ) -> list[tuple[int, int, int]]:
+    def _positions(self, active: list[int], drafts: list[list[int]], offset: int, count: int) -> Positions:
         """Index in the batch, position and text length of every score that counts."""
         return [
             (index, position, self.rows.lengths[row] + offset + position)
@@ -171,53 +212,6 @@ class RowProcessors:
             for position in range(count)
             if offset + position <= len(drafts[index])
         ]
-
-    def _by_length(
-        self,
-        stage: _Stage,
-        active: list[int],
-        drafts: list[list[int]],
-        offset: int,
-        candidates: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        """Calls a processor once for each text length."""
-        by_length: dict[int, tuple[list[int], list[int]]] = {}
-        for index, position, length in self._positions(active, drafts, offset, scores.shape[1]):
-            indices, positions = by_length.setdefault(length, ([], []))
-            indices.append(index)
-            positions.append(position)
-        for length, (indices, positions) in by_length.items():
-            rows = [active[index] for index in indices]
-            processor = _for_rows(stage.processor, rows)
-            scores[indices, positions] = processor(candidates[rows, :length], scores[indices, positions])
-
-    def _row_by_row(
-        self,
-        stage: _Stage,
-        active: list[int],
-        drafts: list[list[int]],
-        offset: int,
-        candidates: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        """Shows each position, in order, to the copy of its row, among rows that are as long."""
-        for index, position, length in self._positions(active, drafts, offset, scores.shape[1]):
-            row = active[index]
-            given = scores[index, position].clone()
-            stage.inputs.setdefault(row, []).append(given)
-            scores[index, position] = self._call(stage.trial[row], row, candidates[:, :length], given)
-
-    def _call(self, processor: Any, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What `processor` makes of one row's `scores (vocab,)`."""
-        batch = ids.shape[0]
-        result: torch.Tensor = processor(ids, scores.repeat(batch, 1))
-        if result.shape != (batch, scores.shape[0]):
-            raise ValueError(
-                f"The logits processor {type(processor).__name__} made scores of shape {tuple(result.shape)} from "
-                f"{(batch, scores.shape[0])}; it must keep the shape."
-            )
-        return result[row]
 
     def commit(self, active: list[int], before: list[int]) -> None:
         """Shows the accepted positions of the last verification, which began at lengths `before`, to the originals."""
@@ -227,7 +221,7 @@ class RowProcessors:
             for row, start in zip(active, before, strict=True):
                 for length in range(start, self.rows.lengths[row]):
                     given = stage.inputs[row][length - start]
-                    self._call(stage.originals[row], row, self.rows.buffer[:, :length], given)
+                    _call(stage.originals[row], row, self.rows.buffer[:, :length], given)
 
 
 __all__ = ["RowProcessors", "check_processors"]

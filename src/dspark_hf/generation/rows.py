@@ -82,8 +82,11 @@ class Rows:
         None after a drafted end of sequence (the cut comes after it, never before), and one less than the length
         limit has room for, as one token is the target's own.
         """
-        count = max(0, min(len(tokens), self.room(row) - 1))
-        return next((index + 1 for index in range(count) if tokens[index] in self._eos_ids), count)
+        return self._length_up_to_end(tokens[: max(0, self.room(row) - 1)])
+
+    def _length_up_to_end(self, tokens: list[int]) -> int:
+        """Tokens up to and with the first end of sequence."""
+        return next((index + 1 for index, token in enumerate(tokens) if token in self._eos_ids), len(tokens))
 
     def append(self, rows: list[int], tokens: list[list[int]]) -> list[int]:
         """Adds new tokens to each of `rows`, up to where the row ends; returns how many each got."""
@@ -95,8 +98,7 @@ class Rows:
 
     def _append(self, row: int, tokens: list[int]) -> None:
         start = self.lengths[row]
-        count = min(len(tokens), self.max_length - start)
-        count = next((index + 1 for index in range(count) if tokens[index] in self._eos_ids), count)
+        count = self._length_up_to_end(tokens[: self.room(row)])
         at_end = count > 0 and tokens[count - 1] in self._eos_ids
         self._reserve(start + count)
         self.buffer[row, start : start + count] = torch.tensor(tokens[:count], device=self.buffer.device)

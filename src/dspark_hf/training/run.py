@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..conversion.formats import DSPARK, detect_format, read_json
 from ..conversion.loading import check_location, load_language_model
 from ..data import DataReport, generation_prompt, prepare_dataset
 from ..models import DSparkDrafter
@@ -145,7 +146,7 @@ def train_drafter(
 def _check_output(output_dir: str) -> None:
     """Raises `ValueError` where saving would overwrite another model, such as the target."""
     config = Path(output_dir) / "config.json"
-    if config.is_file() and '"dspark"' not in config.read_text(encoding="utf-8", errors="replace"):
+    if config.is_file() and detect_format(read_json(config)) != DSPARK:
         raise ValueError(f"`output_dir` is {output_dir!r}, which holds another model; give a fresh folder.")
 
 
