@@ -12,16 +12,39 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def run(name: str, output: Path, *arguments: str) -> dict:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--output", str(output)]
+    subprocess.run(command, check=True)
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
 @pytest.mark.slow
 def test_embedded_pair(tmp_path):
-    output = tmp_path / "report.json"
-    options = {"prompts-per-kind": 1, "repeats": 1, "new-tokens": 16, "batch-size": 3, "output": output}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "embedded_pair.py"), *arguments], check=True)
-    report = json.loads(output.read_text(encoding="utf-8"))
+    arguments = ("--prompts-per-kind=1", "--repeats=1", "--new-tokens=16", "--batch-size=3")
+    report = run("embedded_pair", tmp_path / "report.json", *arguments)
     assert len(report["rows"]) == 8
     assert all(row["accepted_length"] >= 1 and row["speedup_median"] > 0 for row in report["rows"])
     assert [row["identical_to_plain"] for row in report["rows"] if row["decoding"] == "greedy"] == [1, 1, 1, 3]
+
+
+@pytest.mark.slow
+def test_concurrency(tmp_path):
+    arguments = ("--loads", "1", "2", "--tokens=4", "--repeats=1", "--profile-repeats=1")
+    report = run("concurrency", tmp_path / "report.json", *arguments)
+    assert [row["load"] for row in report["rows"]] == [1] * 10 + [2] * 10
+    for row in report["rows"]:
+        assert row["tokens_per_second"] > 0 and row["accepted_length"] >= 1
+        assert row["policy"] != "plain" or (row["budget"], row["accepted_length"]) == (0, 1)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_thresholds(tmp_path):
+    arguments = ("--prompts-per-kind=1", "--new-tokens=16", "--thresholds", "0", "1")
+    report = run("thresholds", tmp_path / "report.json", *arguments)
+    for nothing_cut, all_cut in zip(report["rows"][::2], report["rows"][1::2], strict=True):
+        assert nothing_cut["verified_per_round"] > 2 > all_cut["verified_per_round"]
+    assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 def test_readme_quotes_the_committed_results():

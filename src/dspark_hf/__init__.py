@@ -16,7 +16,14 @@ _compat.check_transformers_version()
 from transformers import AutoConfig, AutoModel  # noqa: E402
 
 from .factory import AutoDrafter, get_drafter  # noqa: E402
-from .generation import GenerationStats, RoundStats, custom_generate, install, uninstall  # noqa: E402
+from .generation import (  # noqa: E402
+    GenerationStats,
+    RoundStats,
+    SpeculativeEngine,
+    custom_generate,
+    install,
+    uninstall,
+)
 from .models import Drafter, DSparkConfig, DSparkDrafter, DSparkOutput  # noqa: E402
 
 if TYPE_CHECKING:
@@ -48,6 +55,7 @@ __all__ = [
     "Drafter",
     "GenerationStats",
     "RoundStats",
+    "SpeculativeEngine",
     "custom_generate",
     "get_drafter",
     "install",

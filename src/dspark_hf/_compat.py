@@ -255,6 +255,14 @@ def fill_cache(cache: Cache, rows: list[CacheRow], width: int) -> None:
             layer.values = torch.stack([_at_the_end(values, held) for _, values in pairs])
 
 
+def add_cache_rows(cache: Cache, count: int) -> None:
+    """Adds `count` rows of zeros after those that `cache` holds."""
+    for layer in cache.layers:
+        if layer.is_initialized and layer.keys is not None:
+            layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, 0, 0, 0, 0, count))
+            layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, 0, 0, 0, 0, count))
+
+
 def _at_the_end(states: torch.Tensor, width: int) -> torch.Tensor:
     """`states (heads, n, dim)` to `(heads, width, dim)`."""
     states = states[:, max(0, states.shape[1] - width) :]
@@ -274,6 +282,12 @@ def decode_context(target: PreTrainedModel) -> contextlib.AbstractContextManager
     """The context in which Transformers runs decoding steps (it picks kernels for few tokens where it has any)."""
     enter = getattr(target, "_optimize_model_for_decode", None)
     return enter() if enter is not None else contextlib.nullcontext()
+
+
+def attention_implementation(target: PreTrainedModel) -> str | None:
+    """What computes the attention of `target`, such as `sdpa` or `eager`."""
+    implementation: str | None = target.config.get_text_config(decoder=True)._attn_implementation
+    return implementation
 
 
 # --- hidden states -------------------------------------------------------------------------------------------------

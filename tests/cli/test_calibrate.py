@@ -8,10 +8,18 @@ import shutil
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from dspark_hf import AutoDrafter, DSparkConfig, get_drafter
-from dspark_hf.cli.calibrate import Prompt, encode_prompt, read_prompts, split_prompts
+from dspark_hf.cli.calibrate import (
+    Prompt,
+    _prefix_table,
+    _token_table,
+    encode_prompt,
+    read_prompts,
+    split_prompts,
+)
 from dspark_hf.embedded import DRAFTER, PROMPTS, TARGET
 from dspark_hf.evaluation import calibration
 from dspark_hf.evaluation.plots import can_plot
@@ -97,6 +105,21 @@ def test_new_folder(folders, prompts, tmp_path):
     assert str(output) in result.output
 
 
+def test_tables_fit_a_narrow_terminal():
+    """Nothing is cut or folded in 80 columns, not even with the widest numbers."""
+    scores = calibration.Scores(cases=123456, share=1.0, ece=1.0, brier=0.25, auroc=1.0, chance_ece=1.0)
+    entries = [calibration.PositionReport(position, scores, scores) for position in (1, 7)]
+    console = Console(width=80, record=True)
+    console.print(_token_table(entries, entries, [10.0, 0.1]))
+    console.print(_prefix_table(entries, entries))
+    text = console.export_text()
+    assert "…" not in text
+    # A title, two lines of headers, a rule and the rows.
+    assert len([line for line in text.splitlines() if line.strip()]) == 2 * (4 + 2)
+    for words in ("temperature", "survive", "123456", "100.0%", "before", "after", "chance", "AUROC"):
+        assert words in text
+
+
 def test_same_numbers_as_the_library(folders, prompts, tmp_path):
     flags = ["--temperature", 0, "--no-chat", "--bins", 5, "--fit-share", 0.75, "--seed", 3]
     result = calibrate(folders, prompts, tmp_path / "new", *flags)
@@ -178,6 +201,8 @@ def test_chat_template_is_for_what_a_user_says(folders, prompts):
     assert shown(False) == plain
     assert shown(True) == [f"w7 {text} w8" for text in plain]
     assert shown(None) == [plain[0], f"w7 {plain[1]} w8", f"w7 {plain[2]} w8", plain[3]]
+    # A thinking mode is for those that have a template.
+    assert [tokenizer.decode(encode_prompt(tokenizer, text, None, True)[0]) for text in texts] == shown(None)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
@@ -205,6 +230,7 @@ def test_split(share):
         (["--dtype", "float8"], "--dtype is 'float8'"),
         (["--device", "nowhere"], "--device is 'nowhere'"),
         (["--chat"], "no chat template"),
+        (["--no-thinking"], "--no-thinking is for a chat template, and the target's tokenizer has none"),
     ],
     ids=str,
 )
@@ -259,6 +285,9 @@ def test_wrong_files(folders, prompts, tmp_path):
     # Nothing is written over.
     assert_one_line(calibrate(folders, prompts, prompts), "which is a file; give a folder")
     assert_one_line(calibrate(folders, prompts, tmp_path), "which is not empty; give a new folder")
+    # Said before anything is loaded.
+    assert_one_line(calibrate(folders, prompts, prompts / "new", target="absent"), "prompts.jsonl' is a file; give a")
+    assert_one_line(calibrate(folders, prompts, "", target="absent"), "--output is empty; give a folder")
 
 
 def assert_one_line(result, says):

@@ -47,6 +47,9 @@ def folders(tmp_path_factory):
     for name, model in {"target": target, "other_target": other}.items():
         model.save_pretrained(root / name)
         make_tokenizer().save_pretrained(root / name)
+    for name in ("bare_target", "damaged_target"):
+        target.save_pretrained(root / name)
+    (root / "damaged_target" / "tokenizer.json").write_text("{", encoding="utf-8")
     make_drafter(target).save_pretrained(root / "drafter")
     make_drafter(other).save_pretrained(root / "other_drafter")
     return root
@@ -98,7 +101,7 @@ def test_greedy(folders):
     expected = plain_text(folders, do_sample=False)
     assert f"{PROMPT}{expected}" in result.output or f"{PROMPT} {expected}" in result.output
     assert "plain generate gives the same text, token for token" in result.output
-    assert "bonus token included" in result.output
+    assert result.output.count("accepted length") == result.output.count("bonus token included") == 1
     assert "x plain generate" in result.output
     assert "12 tokens in" in result.output
 
@@ -132,10 +135,11 @@ def test_chat(folders):
     tokenizer.chat_template = "{% for m in messages %}w7 {{ m.content }} w8{% endfor %}"
     tokenizer.save_pretrained(folders / "target")
     try:
-        for flags, shows in ([], True), (["--chat"], True), (["--no-chat"], False):
+        for flags, shows in ([], True), (["--chat"], True), (["--no-chat"], False), (["--thinking"], True):
             result = generate(folders, *flags)
             assert result.exit_code == 0, result.output
             assert (f"w7 {PROMPT} w8" in result.output) is shows
+        assert "and --no-chat leaves it out" in generate(folders, "--no-chat", "--thinking").stderr
         tokenizer.chat_template = "{{ raise_exception('no systems') }}"
         tokenizer.save_pretrained(folders / "target")
         assert "chat template fails on PROMPT (no systems); use --no-chat" in generate(folders).stderr
@@ -169,6 +173,10 @@ def test_chat(folders):
         ({"flags": ["--top-p", "0", "--temperature", "1"]}, "--top-p is 0.0"),
         ({"flags": ["--top-k", "-1", "--temperature", "1"]}, "--top-k is -1"),
         ({"flags": ["--chat"]}, "no chat template"),
+        ({"flags": ["--thinking"]}, "--thinking is for a chat template, and the target's tokenizer has none"),
+        ({"flags": ["--no-thinking"]}, "--no-thinking is for a chat template"),
+        ({"target": "bare_target"}, "bare_target' has no tokenizer that can be loaded. Take that of the model"),
+        ({"target": "damaged_target"}, "Transformers says: "),
         ({"flags": ["--device", "nowhere"]}, "--device is 'nowhere'"),
         ({"flags": ["--device", "cuda:999"]}, "--device is 'cuda:999'"),
         ({"flags": ["--device", "meta"]}, "--device is 'meta'"),

@@ -10,7 +10,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig
 
 from dspark_hf import DSparkConfig, get_drafter
-from dspark_hf.conversion.loading import check_location, load_language_model
+from dspark_hf.conversion.loading import check_location, check_output, load_language_model
 
 from ..parity.fixtures import FIXTURES
 from ..tiny import tiny_target
@@ -28,6 +28,21 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     for path in (file, str(file)):
         with pytest.raises(OSError, match="model.safetensors' is a file; `target` takes a folder"):
             check_location(path, "`target`")
+
+
+def test_output_that_cannot_be_written_is_said_before(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for name in (".", "new", "new/folder", str(tmp_path / "new")):
+        check_output(name, "`output_dir`")
+    assert not Path("new").exists()
+    for name, message in {"file": "which is a file", "file/new/folder": "and '.*file' is a file", "": "empty"}.items():
+        with pytest.raises(ValueError, match=f"`output_dir` is .*{message}; give a folder"):
+            check_output(name, "`output_dir`")
+    # Root may write everywhere, whatever a folder's mode says.
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(PermissionError, match=f"`output_dir` is 'new', and '{tmp_path}' cannot be written to"):
+        check_output("new", "`output_dir`")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/name", "Qwen/Qwen3-0.6B", "deepseek-ai/dspark_qwen3_8b_block7"])

@@ -131,6 +131,26 @@ def test_processor_that_remembers(target, drafter, inputs, rows, temperature):
         assert [entry.calls for entry in made[1]] == [entry.calls for entry in made[0]] == [NEW_TOKENS] * 2
 
 
+def test_processor_is_copied_for_rows_that_generate(target, drafter, inputs, texts):
+    """Copies may be dear: one each for drafting and for verifying, none for rows that have ended."""
+
+    class Dear(LogitsProcessor):
+        copies = 0
+
+        def __call__(self, input_ids, scores):
+            return scores + 0.0
+
+        def __deepcopy__(self, memo):
+            Dear.copies += 1
+            return Dear()
+
+    options = {"logits_processor": LogitsProcessorList([Dear()]), "eos_token_id": texts[0][0]}
+    plain(target, inputs, assistant_model=drafter, **options)
+    rounds = drafter.last_stats.rounds
+    assert min(entry.rows for entry in rounds) < 3
+    assert 0 < Dear.copies - 3 <= 2 * sum(entry.rows for entry in rounds)
+
+
 def test_processor_that_cannot_be_copied(target, drafter, inputs):
     class Stubborn(LogitsProcessor):
         def __call__(self, input_ids, scores):

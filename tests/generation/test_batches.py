@@ -128,14 +128,14 @@ def test_memory_does_not_grow_with_rejected_tokens(target, monkeypatch):
     prompts = random_prompts(LENGTHS)
     sequences = texts(plain(target, padded(prompts)), prompts)
     checked = []
-    monkeypatch.setattr(decoding._Loop, "_go_on", checking(decoding._Loop._go_on, prompts, checked))
+    monkeypatch.setattr(decoding.DecodingLoop, "_go_on", checking(decoding.DecodingLoop._go_on, prompts, checked))
     oracle = make_oracle(target, block_size=6).follow_rows(sequences, some_wrong(share=0.5))
     plain(target, padded(prompts), assistant_model=oracle)
     assert len(checked) == len(oracle.last_stats.rounds) + 1
 
 
 def checking(original, prompts, checked):
-    """`_Loop._go_on` that looks at lengths, masks and positions afterwards."""
+    """`DecodingLoop._go_on` that looks at lengths, masks and positions afterwards."""
 
     def go_on(self, rejected):
         original(self, rejected)
@@ -266,7 +266,7 @@ def test_random_batches(case):
     oracle.follow_rows(sequences, some_wrong(case["seed"], case["share"]))
     with pytest.MonkeyPatch.context() as patch:
         checked: list[int] = []
-        patch.setattr(decoding._Loop, "_go_on", checking(decoding._Loop._go_on, prompts, checked))
+        patch.setattr(decoding.DecodingLoop, "_go_on", checking(decoding.DecodingLoop._go_on, prompts, checked))
         output = plain(
             target,
             inputs,

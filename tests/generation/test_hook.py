@@ -191,6 +191,12 @@ def test_assistant_must_be_loaded(target, prompt, given):
         generate(target, prompt, assistant_model=given)
 
 
+@pytest.mark.parametrize("given", [5, ["drafter"], DSparkConfig(), torch.nn.Linear(2, 2)])
+def test_assistant_must_be_a_model(target, prompt, given):
+    with pytest.raises(TypeError, match=f"`assistant_model` is .*, of type {type(given).__name__}; give a loaded"):
+        generate(target, prompt, assistant_model=given)
+
+
 @pytest.mark.parametrize("given", [None, "drafter", DSparkConfig()])
 def test_custom_generate_wants_a_drafter(given):
     with pytest.raises(TypeError, match=f"is a {type(given).__name__}; give a `DSparkDrafter`"):

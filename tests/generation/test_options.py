@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     EpsilonLogitsWarper,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
@@ -612,6 +614,39 @@ def test_prompt_of_another_chat_template_is_said_once(target, prompt, warnings_o
 def test_unsupported_option(target, drafter, prompt, options, says):
     with pytest.raises(ValueError, match=says):
         drafted(target, drafter, prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("route", "options"),
+    [
+        ("assistant_model", {"dola_layers": "low"}),
+        ("assistant_model", {"token_healing": True}),
+        ("custom_generate", {"dola_layers": [1]}),
+        ("custom_generate", {"force_words_ids": [[5]]}),
+        ("custom_generate", {"penalty_alpha": 0.6, "top_k": 4}),
+    ],
+)
+def test_option_that_drafting_would_pass_over(target, drafter, prompt, tokenizer, route, options):
+    helper = drafter if route == "assistant_model" else custom_generate(drafter)
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=re.escape(f"`{name}` is {value!r}, which is not supported with a drafter")):
+        plain(target, prompt, **{route: helper}, **options)
+
+
+def test_penalty_alpha_without_contrastive_search(target, drafter, prompt, text):
+    """It means nothing where tokens are sampled, in plain decoding neither."""
+    output = drafted(target, drafter, prompt, do_sample=True, top_k=1, penalty_alpha=0.6)
+    assert output[0, prompt.shape[1] :].tolist() == text
+
+
+@pytest.mark.parametrize("returned", [None, [1.0], 3])
+def test_processor_that_returns_no_scores(target, drafter, prompt, returned):
+    class Forgetful(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return returned
+
+    with pytest.raises(TypeError, match="The logits processor Forgetful returned .*; it must return the scores"):
+        drafted(target, drafter, prompt, logits_processor=LogitsProcessorList([Forgetful()]))
 
 
 @pytest.mark.parametrize(

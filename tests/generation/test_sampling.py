@@ -13,7 +13,9 @@ from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dspark_hf import DSparkConfig, get_drafter
-from dspark_hf.generation import decoding, drafting
+from dspark_hf.generation import decoding, drafting, verification
+from dspark_hf.generation.capacity import CapacityProfile, DraftProfile
+from dspark_hf.generation.schedulers import Asynchronous, EarlyStop, Hardware
 
 VOCAB = 6
 GAMMA = 3
@@ -93,9 +95,13 @@ def make_drafter(target, head: str):
 
 
 def p_values(
-    target, drafter, exact_laws, threshold: float, batched: bool, samples: int = SAMPLES, **options
+    target, drafter, exact_laws, threshold: float, batched: bool, samples: int = SAMPLES, varies=False, **options
 ) -> list[float]:
-    """Chi-square p-value of each tested position: of the first prompt alone, or of all prompts in large batches."""
+    """Chi-square p-value of each tested position: of the first prompt alone, or of all prompts in large batches.
+
+    Proposals must be of several lengths with a threshold and where `varies` says so, and of γ tokens elsewhere.
+    """
+    varies = varies or threshold > 0
     torch.manual_seed(2)
     prompts = PROMPTS if batched else PROMPTS[:1]
     copies = BATCH // len(prompts) if batched else 1
@@ -120,8 +126,8 @@ def p_values(
         new = torch.nn.functional.one_hot(output[:, width:], VOCAB)
         counts += new.view(len(prompts), copies, LENGTH, VOCAB).sum(dim=1)
         rounds = drafter.last_stats.rounds
-        verified.update(entry.verified / entry.rows for entry in (rounds if threshold else rounds[:1]))
-    assert len(verified) > 2 if threshold else verified == {GAMMA}, f"proposals verified: {verified}"
+        verified.update(entry.verified / entry.rows for entry in (rounds if varies else rounds[:1]))
+    assert len(verified) > 2 if varies else verified == {GAMMA}, f"proposals verified: {verified}"
     return [
         chi_square(count[position].double(), laws[position] * count[position].sum())
         for count, laws in zip(counts, exact_laws, strict=False)
@@ -146,6 +152,19 @@ def test_distribution(target, exact_laws, head, batched, threshold):
     samples = 4 * SAMPLES if batched else SAMPLES
     values = p_values(target, make_drafter(target, head), exact_laws, threshold, batched, samples)
     print(f"p-values of tokens {[position + 1 for position in TESTED]}: {values}")
+    assert min(values) > 1e-3
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", [Hardware, EarlyStop, Asynchronous])
+def test_distribution_under_a_scheduler(target, exact_laws, kind, batched):
+    """On costs that make it verify more of some drafts than of others."""
+    costs = (((10.0, 13.0, 17.0, 22.0),) * 2,)
+    drafts = DraftProfile({}, (1, GAMMA), (((0.1, 0.1),) * 2,))
+    scheduler = kind(CapacityProfile({}, (8,), (1, BATCH), (1, 2, 3, 4), costs, drafts))
+    samples = 2 * SAMPLES if batched else SAMPLES
+    options = {"dspark_scheduler": scheduler, "varies": True}
+    values = p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.0, batched, samples, **options)
     assert min(values) > 1e-3
 
 
@@ -175,19 +194,19 @@ def test_cut_that_sees_the_token_is_found(target, exact_laws, monkeypatch):
 
     def lengths_by_own_probability(self, proposal):
         own = proposal.probs.gather(2, proposal.ids[..., None]).squeeze(-1)
-        return drafting.leading_true(own >= 0.4).tolist()
+        return verification.leading_true(own >= 0.4).tolist()
 
-    monkeypatch.setattr(drafting.DraftSession, "confident_lengths", lengths_by_own_probability)
+    monkeypatch.setattr(decoding.DecodingLoop, "_confident_lengths", lengths_by_own_probability)
     assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.5, batched=True)) < 1e-6
 
 
 def test_filling_taken_for_drafts_is_found(target, exact_laws, monkeypatch):
     """A row whose proposal was cut shorter than its neighbours' must not count the filling as rejected drafts."""
-    judge = decoding._Loop._judge
+    judge = decoding.DecodingLoop._judge
 
     def forgetful(self, proposal, lengths, scores):
         return judge(self, proposal, [proposal.ids.shape[1]] * len(lengths), scores)
 
-    monkeypatch.setattr(decoding._Loop, "_judge", forgetful)
+    monkeypatch.setattr(decoding.DecodingLoop, "_judge", forgetful)
     with pytest.raises((AssertionError, IndexError)):
         assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.5, batched=True)) > 1e-3

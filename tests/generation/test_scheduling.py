@@ -20,6 +20,8 @@ from dspark_hf.generation.scheduling import (
     everything,
     expected_tokens,
     global_budget,
+    lower_hull,
+    schedule_columns,
     schedule_early_stop,
     static_threshold,
     survival,
@@ -175,6 +177,8 @@ LOSSLESS: dict[str, Policy] = {
     "threshold and budget": lambda c, _: top_k(survival(c, static_threshold(c, 0.4)), 2),
     "room": lambda c, _: top_k(survival(c, [1, 3]), 2),
     "everything": lambda c, _: everything(survival(c)),
+    "columns": lambda c, _: schedule_columns(survival(c), [0.5, 0.6, 0.9], 1.2),
+    "columns with room": lambda c, _: schedule_columns(survival(c, [1, 3]), [0.2, 0.4, 0.4], 1.0),
 }
 
 
@@ -213,6 +217,9 @@ FAULTS: dict[str, Policy] = {
     "budget from the current draft": lambda c, _: top_k(survival(c), global_budget(survival(c), JAGGED)),
     "score of the drafted token": lambda c, q: top_k(survival(q), 2),
     "threshold on the drafted token": lambda c, q: static_threshold(q, 0.5),
+    "columns that survive worth their time, by the drafted tokens": lambda c, q: schedule_columns(
+        survival(q), [0.5, 0.6, 0.9], 1.2
+    ),
     "confidences of the next position": lambda c, _: top_k(survival(np.roll(c, -1, axis=1)), 2),
 }
 
@@ -357,6 +364,7 @@ NON_ANTICIPATING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "jagged": lambda c: schedule_early_stop(survival(c), CapacityCurve([1, 2, 4, 5, 20], [1.0, 0.9, 1.4, 1.2, 3.0])),
     "top 3": lambda c: top_k(survival(c), 3),
     "threshold": lambda c: static_threshold(c, 0.5),
+    "columns": lambda c: schedule_columns(survival(c), np.linspace(0.3, 0.6, c.shape[1]), 1.3),
 }
 
 
@@ -469,6 +477,53 @@ def test_jagged_curve_needs_the_global_search():
     assert global_budget(survivals, curve) == 7
     assert worth_drafting(survivals, curve, draft_seconds=20.0)
     assert not worth_drafting(survival(np.full((1, 7), 0.3)), curve, draft_seconds=20.0)
+
+
+# --- Columns ---
+
+
+def column_rate(survivals: np.ndarray, seconds: np.ndarray, longest: int, speed: float) -> float:
+    """What a round gains over rounds that bring `speed` times plain decoding's tokens per second."""
+    rows = len(survivals)
+    return survivals[:, :longest].sum() - speed * rows * (seconds[longest] - seconds[0]) / seconds[0]
+
+
+@given(
+    confidences=matrices,
+    steps=st.lists(st.floats(0, 2), min_size=5, max_size=5),
+    speed=st.floats(1, 4),
+)
+@settings(deadline=None, max_examples=200)
+def test_columns_are_the_best_choice_on_a_convex_curve(confidences, steps, speed):
+    survivals = survival(confidences)
+    width = survivals.shape[1]
+    seconds = 1 + np.concatenate([[0], np.cumsum(sorted(steps[:width]))])
+    costs = np.diff(seconds) * len(survivals) / seconds[0]
+    lengths = schedule_columns(survivals, costs, speed)
+    gains = [column_rate(survivals, seconds, longest, speed) for longest in range(width + 1)]
+    assert gains[int(lengths.max(initial=0))] == pytest.approx(max(gains), abs=1e-9)
+
+
+def test_columns_are_verified_for_all_requests():
+    survivals = survival([[0.9, 0.9, 0.1], [0.5, 0.0, 0.9]])
+    assert schedule_columns(survivals, [0.2, 0.2, 0.2], 1.0).tolist() == [2, 1]
+    assert schedule_columns(survivals, [2.0, 2.0, 2.0], 1.0).tolist() == [0, 0]
+    assert schedule_columns(survivals, [0.2, 0.2, 0.2], 6.0).tolist() == [1, 1]
+
+
+@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=9))
+@settings(deadline=None)
+def test_hull_is_convex_and_below(values):
+    hull = lower_hull(values)
+    assert (hull <= np.array(values) + 1e-9).all() and hull[0] == values[0] and hull[-1] == values[-1]
+    assert (np.diff(hull, 2) >= -1e-9).all()
+    # The largest: where it is below a value, it is straight.
+    bent = np.flatnonzero(np.diff(hull, 2) > 1e-6) + 1
+    np.testing.assert_allclose(hull[bent], np.array(values)[bent], atol=1e-6)
+
+
+def test_hull_gets_over_a_jump():
+    np.testing.assert_allclose(lower_hull([104.0, 202.0, 204.0, 206.0]), [104.0, 138.0, 172.0, 206.0])
 
 
 def test_draft_seconds_make_verification_relatively_cheap():

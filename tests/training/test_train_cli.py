@@ -70,6 +70,8 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
         (["--data", "."], "--data is '.', which is a folder; give a JSON Lines file"),
         (["--output", __file__], "is a file; give a folder"),
         (["--output", ""], "--output is empty; give a folder"),
+        (["--output", f"{__file__}/drafter"], f"and '{__file__}' is a file; give a folder"),
+        (["--no-thinking"], "--thinking/--no-thinking is for a chat template, and the tokenizer has none"),
         (["--target", "./nope"], "There is no folder './nope'; --target takes"),
         (["--warm-start", "./nope"], "There is no folder './nope'; --warm-start takes"),
     ],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
-from .pair import check_decoding, decoding_options, encode, load_pair
+from .pair import check_decoding, check_template, decoding_options, encode, load_pair
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,6 +80,7 @@ def calibrate(
         fitted, heldout = split_prompts(read_prompts(prompts), fit_share, seed)
         model, tokenizer, helper = load_pair(target, drafter, device, dtype)
         calibration.check_confidence_head(helper)
+        check_template(tokenizer, chat, thinking)
         options = decoding_options(max_new_tokens, temperature, top_k, top_p) | {"num_return_sequences": samples}
         ids = [encode_prompt(tokenizer, prompt, chat, thinking).to(model.device) for prompt in (*fitted, *heldout)]
         torch.manual_seed(seed)
@@ -146,9 +147,10 @@ def _check(fit_share: float, bins: int, samples: int, temperature: float) -> Non
 
 def _check_output(output: str, drafter: str) -> None:
     """Said before anything is loaded: what is in a folder is never written over."""
+    from ..conversion.loading import check_output
+
+    check_output(output, "--output")
     path = Path(output)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--output is {output!r}, which is a file; give a folder.")
     if _is_same(output, drafter):
         if not _is_own_format(path):
             raise ValueError(
@@ -240,7 +242,9 @@ def split_prompts(prompts: list[Prompt], fit_share: float, seed: int) -> tuple[l
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool | None, thinking: bool | None) -> Any:
     """Ids `(1, length)` of a prompt."""
-    ids = encode(tokenizer, prompt.text, False if chat is None and not prompt.is_turn else chat, thinking)
+    if chat is None and not prompt.is_turn:
+        chat = False
+    ids = encode(tokenizer, prompt.text, chat, None if chat is False else thinking)
     if not ids.numel():
         raise ValueError(f"The prompt {prompt.text!r:.60} has no token for the target's tokenizer; leave it out.")
     return ids
@@ -280,7 +284,7 @@ def _token_table(
     """Scores of the confidence of each token."""
     table = _table(
         "each drafted token, where all before it survived",
-        ("position", "temperature", "rounds", "survive", "ECE", "calibrated", "Brier", "calibrated", "AUROC"),
+        ("position", "temperature", "rounds", "survive", *_both("ECE"), *_both("Brier"), "AUROC"),
     )
     for old, new, temperature in zip(before, after, temperatures, strict=True):
         a, b = old.token, new.token
@@ -296,7 +300,7 @@ def _prefix_table(before: Sequence[PositionReport], after: Sequence[PositionRepo
     """Scores of the products of confidences."""
     table = _table(
         "product of confidences, against survival of the whole prefix",
-        ("prefix", "rounds", "survive", "ECE", "calibrated", "chance", "Brier", "calibrated", "AUROC", "calibrated"),
+        ("prefix", "rounds", "survive", *_both("ECE"), "ECE by\nchance", *_both("Brier"), *_both("AUROC")),
     )
     for old, new in zip(before, after, strict=True):
         a, b = old.prefix, new.prefix
@@ -309,10 +313,17 @@ def _prefix_table(before: Sequence[PositionReport], after: Sequence[PositionRepo
     return table
 
 
+def _both(score: str) -> tuple[str, str]:
+    """Headers of a score without the temperatures and with them."""
+    return f"{score}\nbefore", f"{score}\nafter"
+
+
 def _table(title: str, columns: Sequence[str]) -> Table:
+    """Narrow enough for 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="right")
     return table

@@ -67,37 +67,47 @@ def _check_device(device: str) -> None:
 
 
 def _load_target(name: str, device: str, dtype: str) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    from ..conversion.loading import load_language_model
+    from ..conversion.loading import load_language_model, load_tokenizer
 
     model: Any = load_language_model(name, dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    return model.to(device).eval(), load_tokenizer(name)
+
+
+def check_template(tokenizer: Any, chat: bool | None, thinking: bool | None) -> None:
+    """Raises `ValueError` for a flag that needs a chat template where none is used."""
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if chat and not has_template:
+        raise ValueError("--chat was given, but the target's tokenizer has no chat template; use --no-chat.")
+    if thinking is None or (has_template and chat is not False):
+        return
+    flag = "--thinking" if thinking else "--no-thinking"
+    reason = "--no-chat leaves it out" if has_template else "the target's tokenizer has none"
+    raise ValueError(f"{flag} is for a chat template, and {reason}; leave {flag} out.")
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool | None, thinking: bool | None) -> Any:
     """Prompt ids `(1, length)`; with `chat` unset the chat template is used where there is one.
 
     Raises:
-        ValueError: if there is no template though `chat` asks for it, or the template fails.
+        ValueError: if there is no template though `chat` or `thinking` asks for it, or the template fails.
     """
+    check_template(tokenizer, chat, thinking)
+    if chat is None:
+        chat = getattr(tokenizer, "chat_template", None) is not None
+    return _encode_chat(tokenizer, prompt, thinking) if chat else tokenizer(prompt, return_tensors="pt").input_ids
+
+
+def _encode_chat(tokenizer: Any, prompt: str, thinking: bool | None) -> Any:
     from jinja2 import TemplateError
 
-    template = getattr(tokenizer, "chat_template", None)
-    if chat and template is None:
-        raise ValueError("--chat was given, but the target's tokenizer has no chat template; use --no-chat.")
-    if chat is None:
-        chat = template is not None
-    if chat:
-        messages = [{"role": "user", "content": prompt}]
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        try:
-            return tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
-            )["input_ids"]
-        except TemplateError as error:
-            raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error
-    return tokenizer(prompt, return_tensors="pt").input_ids
+    from ..data import template_options
+
+    messages = [{"role": "user", "content": prompt}]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **options, **template_options(thinking))["input_ids"]
+    except TemplateError as error:
+        raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error
 
 
-__all__ = ["check_decoding", "decoding_options", "encode", "load_pair"]
+__all__ = ["check_decoding", "check_template", "decoding_options", "encode", "load_pair"]

@@ -14,6 +14,7 @@ from .errors import user_errors
 FLAGS = {
     "block_size": "--block-size",
     "ce_weight": "--ce-weight",
+    "enable_thinking": "--thinking/--no-thinking",
     "gradient_accumulation_steps": "--gradient-accumulation",
     "learning_rate": "--learning-rate",
     "logging_steps": "--logging-steps",
@@ -148,7 +149,7 @@ def train(
         if drafter is None:
             set_seed(seed)
             drafter = get_drafter(model, config, tokenizer=tokenizer)
-    with user_errors():
+    with user_errors(**FLAGS):
         train_drafter(
             model,
             data,

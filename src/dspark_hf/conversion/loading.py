@@ -1,14 +1,15 @@
-"""What a name or path stands for, looked at before anything is loaded from it."""
+"""What a name or path stands for, looked at before anything is loaded from it or saved to it."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .formats import DEEPSPEC, DSPARK, FOREIGN_FORMATS, detect_format, find_file, read_json
 
@@ -32,6 +33,28 @@ def check_location(path: str | os.PathLike[str], argument: str) -> None:
         validate_repo_id(os.fspath(path))
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {str(path)!r}; {takes}") from error
+
+
+def check_output(folder: str | os.PathLike[str], argument: str) -> None:
+    """Checks that a folder can be made and written to: better said before a long run than after it.
+
+    Args:
+        folder: what the user gave.
+        argument: the argument that it was given for, as messages name it.
+
+    Raises:
+        ValueError: if nothing was given, or there is a file in the way.
+        OSError: if it cannot be written to.
+    """
+    name = os.fspath(folder)
+    if not name:
+        raise ValueError(f"{argument} is empty; give a folder.")
+    there = next(path for path in (Path(name), *Path(name).absolute().parents) if path.exists())
+    if not there.is_dir():
+        file = "which" if there == Path(name) else f"and {str(there)!r}"
+        raise ValueError(f"{argument} is {name!r}, {file} is a file; give a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{argument} is {name!r}, and {str(there)!r} cannot be written to; give another folder.")
 
 
 def neither_found(path: str | os.PathLike[str], error: OSError) -> OSError:
@@ -79,6 +102,26 @@ def load_language_model(path: str | os.PathLike[str], **kwargs: Any) -> PreTrain
     return model
 
 
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that lies beside a target.
+
+    Raises:
+        OSError: if there is none, or it cannot be loaded.
+    """
+    name, reason = os.fspath(path), ""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        # Some classes come up with nothing but special tokens where there are no files to read.
+        if len(tokenizer) > len(tokenizer.all_special_ids):
+            return tokenizer
+    except (OSError, ValueError) as error:
+        reason = f" Transformers says: {error}"
+    raise OSError(
+        f"The target {name!r} has no tokenizer that can be loaded. Take that of the model that it was made from and "
+        f"save it beside the target: `AutoTokenizer.from_pretrained(...).save_pretrained({name!r})`.{reason}"
+    )
+
+
 def _peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The config.json, or nothing where it cannot be read: an adapter has none, and of others Transformers tells."""
     try:
@@ -87,4 +130,4 @@ def _peek(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
 
 
-__all__ = ["check_location", "load_language_model", "neither_found"]
+__all__ = ["check_location", "check_output", "load_language_model", "load_tokenizer", "neither_found"]

@@ -1,5 +1,21 @@
 """Training data: rows of text, chats or token ids, made into sequences and batches."""
 
-from .text import BadRow, DataReport, DrafterCollator, generation_prompt, prepare_dataset, tokenize_row
+from .text import (
+    BadRow,
+    DataReport,
+    DrafterCollator,
+    generation_prompt,
+    prepare_dataset,
+    template_options,
+    tokenize_row,
+)
 
-__all__ = ["BadRow", "DataReport", "DrafterCollator", "generation_prompt", "prepare_dataset", "tokenize_row"]
+__all__ = [
+    "BadRow",
+    "DataReport",
+    "DrafterCollator",
+    "generation_prompt",
+    "prepare_dataset",
+    "template_options",
+    "tokenize_row",
+]

@@ -87,8 +87,10 @@ def prepare_dataset(
 
     Raises:
         OSError: if the file does not exist or cannot be read.
-        ValueError: if no row is left.
+        ValueError: if no row is left, or there is no chat template that `enable_thinking` could be given to.
     """
+    if enable_thinking is not None and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("`enable_thinking` is for a chat template, and the tokenizer has none; leave it out.")
     dataset = _read_lines(Path(data)) if isinstance(data, (str, os.PathLike)) else data
     if not isinstance(dataset, Dataset):
         raise ValueError(
@@ -98,7 +100,7 @@ def prepare_dataset(
     if not report.rows:
         raise _nothing_left(report)
     prepared = dataset.map(
-        _RowMapper(tokenizer, max_length, vocab_size, split_long, _template_options(enable_thinking)),
+        _RowMapper(tokenizer, max_length, vocab_size, split_long, template_options(enable_thinking)),
         with_indices=True,
         batched=True,
         batch_size=64,
@@ -355,7 +357,8 @@ def _from_rendered_prefixes(
     return input_ids, loss_mask
 
 
-def _template_options(enable_thinking: bool | None) -> dict[str, Any]:
+def template_options(enable_thinking: bool | None) -> dict[str, Any]:
+    """Options of a chat template: its thinking mode, where one is chosen."""
     return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
 
@@ -364,7 +367,7 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool 
 
     Empty where the template fails or adds nothing.
     """
-    options, messages = _template_options(enable_thinking), [{"role": "user", "content": "?"}]
+    options, messages = template_options(enable_thinking), [{"role": "user", "content": "?"}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         asking = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
@@ -424,4 +427,12 @@ class DrafterCollator:
         return batch
 
 
-__all__ = ["BadRow", "DataReport", "DrafterCollator", "prepare_dataset", "tokenize_row"]
+__all__ = [
+    "BadRow",
+    "DataReport",
+    "DrafterCollator",
+    "generation_prompt",
+    "prepare_dataset",
+    "template_options",
+    "tokenize_row",
+]

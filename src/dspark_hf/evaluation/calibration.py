@@ -93,7 +93,11 @@ def collect_observations(
         ValueError: if the drafter has no confidence head, or no drafted token was verified.
     """
     check_confidence_head(drafter)
-    options |= {"dspark_num_draft_tokens": drafter.config.block_size, "dspark_confidence_threshold": 0.0}
+    options |= {
+        "dspark_num_draft_tokens": drafter.config.block_size,
+        "dspark_confidence_threshold": 0.0,
+        "dspark_scheduler": "none",
+    }
     parts = []
     with _recording(drafter):
         for prompt_ids in prompts:

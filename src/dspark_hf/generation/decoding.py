@@ -6,6 +6,7 @@ does for plain decoding. Its output is the target's own: token for token when gr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from transformers.utils import logging
 
 from .. import _compat
 from ..models import DSparkDrafter
-from .drafting import DraftSession, Proposal
-from .processing import RowProcessors, check_processors
+from .drafting import DraftSession, NoDrafts, Proposal
+from .processing import RowProcessors, ScoreProcessors, check_processors
 from .record import Record
-from .rows import Rows
+from .rows import Rows, TextRows
+from .schedulers import Scheduler, resolve_scheduler
+from .scheduling import static_threshold, survival, top_k
 from .settings import DecodingSettings, resolve_settings
 from .stats import GenerationStats, RoundStats, Stopwatch
 from .target import TargetOutput, TargetSession
@@ -47,8 +50,7 @@ def speculative_decode(
     *,
     drafter: DSparkDrafter,
     streamer: BaseStreamer | None = None,
-    dspark_num_draft_tokens: int | None = None,
-    dspark_confidence_threshold: float | None = None,
+    options: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Generates with `target`, drafting with `drafter`.
@@ -61,8 +63,7 @@ def speculative_decode(
         generation_config: the call's merged generation config.
         drafter: a drafter made for `target`.
         streamer: receives the new tokens, one column of the batch at a time.
-        dspark_num_draft_tokens: most tokens drafted in a round, 1 to γ.
-        dspark_confidence_threshold: see `DecodingSettings`.
+        options: values of `GENERATION_OPTIONS` that go before those of `generation_config`.
         model_kwargs: what `generate` prepared for the target's forward.
 
     Returns:
@@ -71,34 +72,32 @@ def speculative_decode(
     Raises:
         ValueError: for a drafter of another target, or options under which the output would not be the target's.
     """
-    _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
+    check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
     drafter.bind_target(target)
-    _warn_on_other_template(input_ids, drafter)
-    settings = resolve_settings(drafter, generation_config, dspark_num_draft_tokens, dspark_confidence_threshold)
-    loop = _Loop(
-        target,
-        drafter,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        settings,
-        streamer,
-        model_kwargs,
-    )
+    warn_on_other_template(input_ids, drafter)
+    settings = resolve_settings(drafter, generation_config, options)
+    scheduler = resolve_scheduler(settings.scheduler, target, drafter, settings.is_limited)
+    batch = input_ids.shape[0]
+    session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs, batch)
+    record = Record(generation_config, batch, _compat.attention_windows(session.cache, target))
+    rows = Rows(input_ids, generation_config, stopping_criteria, streamer, record.scores_up_to)
+    loop = DecodingLoop(session, drafter, rows, RowProcessors(logits_processor, rows), settings, scheduler, record)
     drafter.last_stats = loop.stats
-    loop.run()
-    _warn_on_collapse(loop.stats, drafter)
-    return loop.result()
+    loop.run(input_ids)
+    if streamer is not None:
+        streamer.end()
+    warn_on_collapse(loop.stats, drafter)
+    return _result(loop, rows)
 
 
-def _check_call(
+def check_call(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
+    """Raises `ValueError` for a call that cannot be drafted for; arguments as for `speculative_decode`."""
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder model; drafters serve decoder-only targets.")
     if input_ids.shape[1] == 0 and "inputs_embeds" not in model_kwargs:
@@ -122,7 +121,7 @@ def check_beams(generation_config: GenerationConfig) -> None:
         )
 
 
-def _warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> None:
+def warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> None:
     """Says once that a prompt does not end as the chats did that the drafter was trained on."""
     expected = drafter.config.generation_prompt_ids
     if not expected or input_ids.shape[1] == 0:
@@ -137,15 +136,9 @@ def _warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> 
         )
 
 
-def _check_drawn(tokens: list[int]) -> None:
-    if min(tokens) < 0:
-        raise ValueError(
-            "The probabilities of the next token are not finite: the target or the drafter gave NaN or infinite "
-            "logits. Half precision may overflow; load both in bfloat16 or float32."
-        )
-
-
-def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
+def warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
+    """Says once that hardly any drafted token was kept."""
+    """Says once that next to nothing was accepted of many drafts."""
     drafting = [entry for entry in stats.rounds if entry.verified > 0]
     if len(drafting) < COLLAPSE_ROUNDS:
         return
@@ -158,77 +151,88 @@ def _warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
         )
 
 
-class _Loop:
-    """One decoding loop over a batch of rows."""
+class DecodingLoop:
+    """Drafts, verifies and commits, round after round, over a batch of rows.
+
+    Args:
+        session: the target over these rows.
+        drafter: a drafter bound to the target; `None` for plain decoding.
+        rows: the text of the rows.
+        processors: their logits processors.
+        settings: what the call chose.
+        scheduler: says when to draft and how much to verify.
+        record: collects what is returned beside the text.
+
+    Attributes:
+        active: rows that still generate, in the order of the batch.
+        stats: statistics so far.
+    """
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        drafter: DSparkDrafter,
-        input_ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
+        session: TargetSession,
+        drafter: DSparkDrafter | None,
+        rows: TextRows,
+        processors: ScoreProcessors,
         settings: DecodingSettings,
-        streamer: BaseStreamer | None,
-        model_kwargs: dict[str, Any],
+        scheduler: Scheduler,
+        record: Record,
     ) -> None:
-        batch = input_ids.shape[0]
-        self.settings = settings
-        self.streamer = streamer
-        self.device = input_ids.device
-        self.session = TargetSession(target, drafter.config.target_layer_ids, model_kwargs, batch)
-        self.record = Record(config, batch, _compat.attention_windows(self.session.cache, target))
-        self.rows = Rows(input_ids, config, criteria, streamer, self.record.scores_up_to)
-        self.processors = RowProcessors(processors, self.rows)
-        self.drafts = DraftSession(drafter, self.processors, settings)
-        self.stats = GenerationStats(batch=batch)
+        self.session, self.rows, self.processors, self.record = session, rows, processors, record
+        self.settings, self.scheduler = settings, scheduler
+        self.device = rows.device
+        self.keeps_confidences = drafter is not None and drafter.record_confidence
+        wants_confidences = settings.is_limited or scheduler.needs_confidences or self.keeps_confidences
+        self.drafts = (
+            NoDrafts(self.device, settings.do_sample)
+            if drafter is None
+            else DraftSession(drafter, processors, settings.do_sample, wants_confidences)
+        )
+        self.active: list[int] = []
+        self.stats = GenerationStats(batch=rows.batch)
         self.clock = Stopwatch(self.device)
 
-    def run(self) -> None:
-        """Prefill, then rounds until every row has ended."""
+    def run(self, input_ids: torch.Tensor) -> None:
+        """Prefill of the prompts `(batch, length)`, then rounds until every row has ended."""
         start = self.clock.now()
-        self._prefill(start)
+        self.prefill(input_ids)
         while self.active:
-            self._round()
+            self.round()
         self.stats.total_seconds = self.clock.seconds(start, self.clock.now())
-        if self.streamer is not None:
-            self.streamer.end()
 
-    def _prefill(self, start: Any) -> None:
+    def prefill(self, input_ids: torch.Tensor) -> None:
         """The prompts' forward pass, whose tokens are the target's own and the first anchors."""
+        start = self.clock.now()
         self.active = self.rows.active
-        output = self.session.prefill(self.rows.buffer)
-        self.prompt_columns, self.prompt_padding = self.session.columns, self.session.padding
-        self.stats.prefill_seconds = self.clock.seconds(start, self.clock.now())
+        output = self.session.prefill(input_ids)
+        self.prompt_columns = self.session.columns
+        self.stats.prefill_seconds += self.clock.seconds(start, self.clock.now())
         self.processors.begin_certain()
         raw, scores = self._process(output, [[] for _ in self.active])
         verdict = self._judge(self.drafts.nothing(len(self.active)), [0] * len(self.active), scores)
         self.record.add_prompt(output, raw, scores)
-        next_ids = verdict.next_ids.tolist()
-        _check_drawn(next_ids)
-        self.rows.append(self.active, [[token] for token in next_ids])
+        self.rows.append(self.active, verdict.next_ids[:, None].tolist())
         self.drafts.add_context(output.states, output.positions)
         self._go_on([0] * len(self.active))
 
-    def _round(self) -> None:
+    def round(self) -> None:
         """Drafts, verifies and commits once."""
         marks = [self.clock.now()]
         active = self.active
         before = [self.rows.lengths[row] for row in active]
-        draft, proposed, drafts = self._propose()
-        proposal = draft.cut(max(map(len, drafts)))
+        anchors = self.session.anchor_positions.tolist()
+        draft, proposed, drafts = self._propose(max(anchors))
+        lengths = [len(tokens) for tokens in drafts]
+        proposal = draft.first(max(lengths))
         marks.append(self.clock.now())
         output = self.session.verify(
             torch.cat([self.rows.last_ids(active)[:, None], proposal.ids.to(self.device)], dim=1)
         )
         marks.append(self.clock.now())
-        lengths = [len(tokens) for tokens in drafts]
         self.processors.begin()
         raw, scores = self._process(output, drafts)
         verdict = self._judge(proposal, lengths, scores)
         accepted, next_ids = torch.stack([verdict.accepted, verdict.next_ids]).tolist()
-        _check_drawn(next_ids)
         tokens = [
             [*row_draft[:count], token] for row_draft, count, token in zip(drafts, accepted, next_ids, strict=True)
         ]
@@ -237,7 +241,9 @@ class _Loop:
         self.processors.commit(active, before)
         self._add_context(output, emitted)
         self._go_on([output.states.shape[1] - count for count in emitted])
-        self.stats.rounds.append(
+        self.scheduler.record(active, max(anchors), draft.ids.shape[1], max(lengths), sum(emitted))
+        marks.append(self.clock.now())
+        self.stats.add(
             RoundStats(
                 rows=len(active),
                 drafted=draft.ids.numel(),
@@ -247,7 +253,8 @@ class _Loop:
                 emitted=sum(emitted),
                 draft_seconds=self.clock.seconds(marks[0], marks[1]),
                 verify_seconds=self.clock.seconds(marks[1], marks[2]),
-                anchors=tuple(map(self._text_position, active, before)),
+                seconds=self.clock.seconds(marks[0], marks[3]),
+                anchors=tuple(anchors),
                 emitted_by_row=tuple(emitted),
                 verified_by_row=tuple(lengths),
                 survived_by_row=tuple(accepted),
@@ -256,28 +263,37 @@ class _Loop:
         )
 
     def _confidence_to_record(self, draft: Proposal) -> list[list[float]] | None:
-        if draft.confidence_logits is None or not self.drafts.drafter.record_confidence:
+        if draft.confidence_logits is None or not self.keeps_confidences:
             return None
         logits: list[list[float]] = draft.confidence_logits.tolist()
         return logits
 
-    def _text_position(self, row: int, length: int) -> int:
-        """Text position of the last of a row's first `length` ids, which a prompt of embeddings is not part of."""
-        return self.prompt_columns - self.prompt_padding[row] + length - self.rows.prompt_length - 1
-
-    def _propose(self) -> tuple[Proposal, list[int], list[list[int]]]:
-        """The draft, its tokens per row that are confident enough, and those of them that can still be kept."""
-        if all(self.rows.room(row) <= 1 for row in self.active):
-            # The length limit leaves room for the target's token only.
+    def _propose(self, context: int) -> tuple[Proposal, list[int], list[list[int]]]:
+        """The draft, its tokens per row that are confident enough, and those of them to verify."""
+        # The target's own token takes the last place that the length limit leaves.
+        has_room = any(self.rows.room(row) > 1 for row in self.active)
+        if not has_room or not self.scheduler.wants_draft(self.active, context):
             nothing = [0] * len(self.active)
             return self.drafts.nothing(len(self.active)), nothing, [[] for _ in self.active]
         draft = self.drafts.draft(self.active, self.rows.last_ids(self.active), self.settings.num_draft_tokens)
-        proposed = self.drafts.confident_lengths(draft)
-        drafts = [
-            tokens[: self.rows.length_to_verify(tokens[:count], row)]
-            for row, tokens, count in zip(self.active, draft.ids.tolist(), proposed, strict=True)
+        proposed = self._confident_lengths(draft)
+        tokens = draft.ids.tolist()
+        limits = [
+            self.rows.length_to_verify(drafted[:count], row)
+            for row, drafted, count in zip(self.active, tokens, proposed, strict=True)
         ]
-        return draft, proposed, drafts
+        lengths = self.scheduler.lengths(self.active, context, draft.confidences, limits)
+        if self.settings.verify_budget is not None:
+            lengths = top_k(survival(draft.confidences, lengths), self.settings.verify_budget).tolist()
+        return draft, proposed, [drafted[:length] for drafted, length in zip(tokens, lengths, strict=True)]
+
+    def _confident_lengths(self, draft: Proposal) -> list[int]:
+        """For each row, the tokens of its draft before the first whose confidence is below the threshold."""
+        batch, drafted = draft.ids.shape
+        if self.settings.confidence_threshold == 0:
+            return [drafted] * batch
+        lengths: list[int] = static_threshold(draft.confidences, self.settings.confidence_threshold).tolist()
+        return lengths
 
     def _process(self, output: TargetOutput, drafts: list[list[int]]) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Raw logits, if they are asked for, and processed scores `(batch, n, vocab)`."""
@@ -317,30 +333,32 @@ class _Loop:
             self.session.commit([0], rejected)
         self.active = [self.active[index] for index in staying]
 
-    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` returns."""
-        sequences = self.rows.sequences()
-        record = self.record
-        if not record.active:
-            return sequences
-        lengths = [length - self.rows.prompt_length for length in self.rows.lengths]
-        return _compat.decoder_only_output(
-            self.session.cache if self._restore_cache(lengths) else None,
-            sequences=sequences,
-            scores=record.columns(record.scores, lengths) if record.wants_scores else None,
-            logits=record.columns(record.logits, lengths) if record.wants_logits else None,
-            attentions=record.attention_weights(lengths),
-            hidden_states=record.hidden_states(lengths),
-        )
 
-    def _restore_cache(self, lengths: list[int]) -> bool:
-        """Puts rows that have left the batch back into the target's cache, where plain decoding has them.
+def _result(loop: DecodingLoop, rows: Rows) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """What `generate` returns."""
+    sequences = rows.sequences()
+    record = loop.record
+    if not record.active:
+        return sequences
+    lengths = [length - rows.prompt_length for length in rows.lengths]
+    return _compat.decoder_only_output(
+        loop.session.cache if _restore_cache(loop, lengths) else None,
+        sequences=sequences,
+        scores=record.columns(record.scores, lengths) if record.wants_scores else None,
+        logits=record.columns(record.logits, lengths) if record.wants_logits else None,
+        attentions=record.attention_weights(lengths),
+        hidden_states=record.hidden_states(lengths),
+    )
 
-        False where rows ended at different columns: plain decoding has fed the last token and padding to those that
-        ended before the others, which is not in the cache here.
-        """
-        if self.rows.batch > 1 and len(set(lengths)) == 1:
-            rows = [self.record.caches[row] for row in range(self.rows.batch)]
-            # The last token is not fed.
-            _compat.fill_cache(self.session.cache, rows, self.prompt_columns + lengths[0] - 1)
-        return len(set(lengths)) == 1
+
+def _restore_cache(loop: DecodingLoop, lengths: list[int]) -> bool:
+    """Puts rows that have left the batch back into the target's cache, where plain decoding has them.
+
+    False where rows ended at different columns: plain decoding has fed the last token and padding to those that
+    ended before the others, which is not in the cache here.
+    """
+    if len(lengths) > 1 and len(set(lengths)) == 1:
+        rows = [loop.record.caches[row] for row in range(len(lengths))]
+        # The last token is not fed.
+        _compat.fill_cache(loop.session.cache, rows, loop.prompt_columns + lengths[0] - 1)
+    return len(set(lengths)) == 1

@@ -7,14 +7,18 @@ captured layers, `d` the hidden size, `vocab`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from .. import _compat
 from ..models import DSparkDrafter
-from .processing import RowProcessors
-from .settings import DecodingSettings
-from .verification import leading_true, sample
+from .processing import ScoreProcessors
+from .verification import sample
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -24,23 +28,57 @@ class Proposal:
     Attributes:
         ids: `(batch, k)`.
         probs: `(batch, k, vocab)`, the processed distributions that `ids` were drawn from; `None` when greedy.
-        confidence_logits: `(batch, k)`; `None` without a confidence head, or where no threshold asks for it.
+        confidences: `(batch, k)`, on the CPU: how likely each token is to be kept if those before it are; `None` where
+            nothing asks for them. Those of the confidence head, calibrated where the drafter is; without such a head
+            the largest probability of the distribution that the token was drawn from, which does not depend on it.
+        confidence_logits: `(batch, k)`, raw; `None` without a confidence head, or where nothing asks for them.
     """
 
     ids: torch.Tensor
     probs: torch.Tensor | None
-    confidence_logits: torch.Tensor | None
+    confidences: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
 
-    def cut(self, length: int) -> Proposal:
+    def first(self, length: int) -> Proposal:
         """The first `length` tokens. Ids and distributions are cut together, else the bonus token would be biased."""
-        return Proposal(
-            self.ids[:, :length],
-            None if self.probs is None else self.probs[:, :length],
-            None if self.confidence_logits is None else self.confidence_logits[:, :length],
-        )
+        return Proposal(self.ids[:, :length], None if self.probs is None else self.probs[:, :length])
 
 
-class DraftSession:
+class NoDrafts:
+    """Drafts nothing: plain decoding in the loop of speculative decoding; the base of `DraftSession`.
+
+    Args:
+        device: where proposals are.
+        do_sample: whether tokens are sampled; greedy otherwise.
+    """
+
+    def __init__(self, device: torch.device, do_sample: bool) -> None:
+        self.device, self.do_sample = device, do_sample
+
+    def add_context(self, states: torch.Tensor, positions: torch.Tensor) -> None:
+        """Takes captured target states `(batch, new, m * d)` at `positions (batch, new)`, -1 where there is no text.
+
+        Every accepted position must pass here once, in order, also those of rounds without a draft.
+        """
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with some rows of the batch."""
+
+    def join(self, other: Self) -> None:
+        """Takes in the rows of a session that has not drafted yet, after its own."""
+
+    def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
+        """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`."""
+        return self.nothing(len(active))
+
+    def nothing(self, batch: int) -> Proposal:
+        """A proposal without tokens."""
+        # As no token is looked up in them, the distributions need no vocabulary.
+        probs = torch.empty(batch, 0, 0, device=self.device) if self.do_sample else None
+        return Proposal(torch.empty(batch, 0, dtype=torch.long, device=self.device), probs)
+
+
+class DraftSession(NoDrafts):
     """Drafts for a batch of rows, keeping the drafter's view of their context up to date.
 
     The drafter's cache holds each row's context at its right end, with padding before it.
@@ -48,13 +86,17 @@ class DraftSession:
     Args:
         drafter: a drafter bound to its target.
         processors: the logits processors of the call, applied to the draft distribution too.
-        settings: the call's settings.
+        do_sample: whether tokens are sampled; greedy otherwise.
+        wants_confidences: whether proposals come with confidences.
     """
 
-    def __init__(self, drafter: DSparkDrafter, processors: RowProcessors, settings: DecodingSettings) -> None:
+    def __init__(
+        self, drafter: DSparkDrafter, processors: ScoreProcessors, do_sample: bool, wants_confidences: bool = False
+    ) -> None:
+        super().__init__(drafter.device, do_sample)
         self.drafter = drafter
         self.processors = processors
-        self.settings = settings
+        self.wants_confidences = wants_confidences
         self.cache = drafter.make_cache()
         # Text positions of the cache's columns, -1 for padding.
         self._positions: torch.Tensor | None = None
@@ -62,23 +104,41 @@ class DraftSession:
         self._new_positions: list[torch.Tensor] = []
 
     def add_context(self, states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Takes captured target states `(batch, new, m * d)` at `positions (batch, new)`, -1 where there is no text.
-
-        Every accepted position must pass here once, in order, also those of rounds without a draft.
-        """
         self._new_states.append(states)
         self._new_positions.append(positions)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some rows of the batch."""
         self._new_states = [states[rows] for states in self._new_states]
         self._new_positions = [positions[rows] for positions in self._new_positions]
         self.cache.batch_select_indices(torch.tensor(rows, device=self.drafter.device))
         if self._positions is not None:
             self._positions = self._positions[rows]
 
+    def join(self, other: Self) -> None:
+        pending = [self._pending(), other._pending()]
+        width = max(positions.shape[1] for _, positions in pending)
+        pads = [(width - positions.shape[1], 0) for _, positions in pending]
+        self._new_states = [
+            torch.cat([pad(states, (0, 0, *left)) for (states, _), left in zip(pending, pads, strict=True)])
+        ]
+        self._new_positions = [
+            torch.cat([pad(positions, left, value=-1) for (_, positions), left in zip(pending, pads, strict=True)])
+        ]
+        if self._positions is not None:
+            rows = len(self._new_positions[0]) - len(self._positions)
+            self._positions = pad(self._positions, (0, 0, 0, rows), value=-1)
+            _compat.add_cache_rows(self.cache, rows)
+
+    def _pending(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and positions that are not in the cache yet, without columns that are padding in all rows.
+
+        While nothing is drafted, rows that have left would leave ever more of these behind.
+        """
+        states, positions = torch.cat(self._new_states, dim=1), torch.cat(self._new_positions, dim=1)
+        columns = _text_columns(positions)
+        return states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])), positions.gather(1, columns)
+
     def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
-        """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`."""
         hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
         ids, probs, state = [anchor_ids.to(hidden.device)], [], None
         drafts: list[list[int]] = [[] for _ in active]
@@ -93,20 +153,21 @@ class DraftSession:
             if next_probs is not None:
                 probs.append(next_probs)
         path = torch.stack(ids, dim=1)
-        wants_confidence = self.settings.confidence_threshold > 0 or self.drafter.record_confidence
-        return Proposal(
-            ids=path[:, 1:],
-            probs=torch.stack(probs, dim=1) if probs else None,
-            confidence_logits=(
-                self.drafter.confidence_logits(hidden[:, :count], path[:, :-1]) if wants_confidence else None
-            ),
-        )
+        proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
+        if self.wants_confidences:
+            self._add_confidences(proposal, hidden[:, :count], path[:, :-1], probs)
+        return proposal
 
-    def nothing(self, batch: int) -> Proposal:
-        """A proposal without tokens."""
-        device, vocab = self.drafter.device, self.drafter.config.vocab_size
-        probs = torch.empty(batch, 0, vocab, device=device) if self.settings.do_sample else None
-        return Proposal(torch.empty(batch, 0, dtype=torch.long, device=device), probs, None)
+    def _add_confidences(
+        self, proposal: Proposal, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
+    ) -> None:
+        logits = self.drafter.confidence_logits(hidden, previous_ids)
+        confidences = (
+            torch.stack([each.amax(dim=-1) for each in probs], dim=1)
+            if logits is None
+            else self.drafter.confidence_probs(logits)
+        )
+        proposal.confidence_logits, proposal.confidences = logits, confidences.nan_to_num().cpu()
 
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
@@ -129,9 +190,7 @@ class DraftSession:
 
     def _without_gaps(self, positions: torch.Tensor) -> torch.Tensor:
         """Moves padding among the cache's columns to the left and drops what is padding in all rows."""
-        is_text = positions >= 0
-        longest = int(is_text.sum(dim=1).max())
-        columns = is_text.to(torch.int8).argsort(dim=1, stable=True)[:, -longest:]
+        columns = _text_columns(positions)
         rows = torch.arange(len(positions), device=positions.device)
         _compat.realign_cache(self.cache, rows, columns, positions.shape[1])
         return positions.gather(1, columns)
@@ -139,26 +198,22 @@ class DraftSession:
     def _choose(
         self, active: list[int], drafts: list[list[int]], logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Next ids `(batch,)` and the distribution `(batch, vocab)` they come from, `None` when greedy."""
+        """Next ids `(batch,)` and the distribution `(batch, vocab)` that they come from, `None` if nobody needs it."""
         scores = logits.to(torch.float32, copy=True)[:, None]
         scores = self.processors.process(active, drafts, len(drafts[0]), scores).squeeze(1)
-        if not self.settings.do_sample:
-            return scores.argmax(dim=-1), None
-        probs = torch.softmax(scores, dim=-1)
+        needs_probs = self.do_sample or (self.wants_confidences and self.drafter.confidence_head is None)
+        probs = torch.softmax(scores, dim=-1) if needs_probs else None
+        if probs is None or not self.do_sample:
+            return scores.argmax(dim=-1), probs
         # What is no distribution is found when it is verified.
         return sample(probs).clamp(min=0), probs
 
-    def confident_lengths(self, proposal: Proposal) -> list[int]:
-        """For each row, the tokens of its proposal before the first whose confidence is below the threshold.
 
-        A token's confidence never looks at the token itself, so the cut leaves the output's law unchanged.
-        """
-        batch, drafted = proposal.ids.shape
-        if self.settings.confidence_threshold == 0 or proposal.confidence_logits is None:
-            return [drafted] * batch
-        confident = self.drafter.confidence_probs(proposal.confidence_logits) >= self.settings.confidence_threshold
-        lengths: list[int] = leading_true(confident).tolist()
-        return lengths
+def _text_columns(positions: torch.Tensor) -> torch.Tensor:
+    """Order of the columns of `positions (batch, n)` with padding (-1) first, without what is padding in all rows."""
+    is_text = positions >= 0
+    longest = int(is_text.sum(dim=1).max())
+    return is_text.to(torch.int8).argsort(dim=1, stable=True)[:, -longest:]
 
 
-__all__ = ["DraftSession", "Proposal"]
+__all__ = ["DraftSession", "NoDrafts", "Proposal"]

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from .. import _compat
 from ..models import DSparkDrafter
 from .decoding import check_beams, speculative_decode
+from .schedulers import Scheduler
 from .settings import GENERATION_OPTIONS
 
 
@@ -41,6 +42,38 @@ def uninstall() -> None:
     for name in _compat.WRAPPED_METHODS:
         _compat.unwrap_generation_method(name)
     _compat.unregister_generation_options(GENERATION_OPTIONS)
+
+
+# Options that `generate` would leave to the drafter, which does not know them.
+_UNKNOWN_TO_DRAFTERS = ("dola_layers", "constraints", "force_words_ids", "token_healing")
+
+
+def check_options(generation_config: GenerationConfig) -> None:
+    """Raises `ValueError` for an option that drafting would pass over in silence."""
+    is_contrastive = generation_config.get_generation_mode() == "contrastive_search"
+    for name in (*_UNKNOWN_TO_DRAFTERS, *(["penalty_alpha"] if is_contrastive else [])):
+        value = getattr(generation_config, name, None)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"`{name}` is {value!r:.60}, which is not supported with a drafter. Leave it out, or call `generate` "
+                "without a drafter."
+            )
+
+
+def _check_assistant(assistant: Any) -> None:
+    """Raises `TypeError` for an assistant that is no loaded model."""
+    if isinstance(assistant, (str, os.PathLike)):
+        raise TypeError(
+            f"`assistant_model` is {os.fspath(assistant)!r}; give a loaded model, such as "
+            f"`dspark_hf.AutoDrafter.from_pretrained({os.fspath(assistant)!r})`."
+        )
+    # Models have a config, also those in a wrapper (`torch.compile`, PEFT); what is more is for Transformers to say.
+    if assistant is not None and not hasattr(assistant, "config"):
+        given = " ".join(repr(assistant).split())
+        raise TypeError(
+            f"`assistant_model` is {given:.60}, of type {type(assistant).__name__}; give a loaded model, such as a "
+            "drafter from `dspark_hf.AutoDrafter.from_pretrained`."
+        )
 
 
 def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> DSparkDrafter | None:
@@ -86,17 +119,14 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         generation_mode_kwargs: dict[str, Any],
     ) -> None:
         assistant = generation_mode_kwargs.get("assistant_model")
-        if isinstance(assistant, (str, os.PathLike)):
-            raise TypeError(
-                f"`assistant_model` is {os.fspath(assistant)!r}; give a loaded model, such as "
-                f"`dspark_hf.AutoDrafter.from_pretrained({os.fspath(assistant)!r})`."
-            )
+        _check_assistant(assistant)
         drafter = _our_drafter(assistant, generation_config)
         if drafter is not None:
             # Before the original, which takes a drafter of another target for one with another tokenizer. With beams
             # `generate` would go on without the drafter.
             drafter.check_target(self)
             check_beams(generation_config)
+            check_options(generation_config)
             # The original allows one sequence only.
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
@@ -125,9 +155,12 @@ def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | Gene
         generation_config: GenerationConfig,
         dspark_num_draft_tokens: int | None = None,
         dspark_confidence_threshold: float | None = None,
+        dspark_verify_budget: int | None = None,
+        dspark_scheduler: str | Scheduler | None = None,
         dspark_streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        check_options(generation_config)
         return speculative_decode(
             model,
             input_ids,
@@ -136,8 +169,12 @@ def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | Gene
             generation_config,
             drafter=drafter,
             streamer=dspark_streamer,
-            dspark_num_draft_tokens=dspark_num_draft_tokens,
-            dspark_confidence_threshold=dspark_confidence_threshold,
+            options={
+                "dspark_num_draft_tokens": dspark_num_draft_tokens,
+                "dspark_confidence_threshold": dspark_confidence_threshold,
+                "dspark_verify_budget": dspark_verify_budget,
+                "dspark_scheduler": dspark_scheduler,
+            },
             **model_kwargs,
         )
 

@@ -12,7 +12,7 @@ position, and it sees each position of the final text once, in order. Three kind
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -64,14 +64,28 @@ class _Stage:
         self.by_ids = of_transformers and not isinstance(processor, _BY_ROW_INDEX)
         # One per row: the originals, shown accepted positions only, and what this round's positions go through.
         self.originals: list[Any] = []
-        self.trial: list[Any] = []
+        self._trial: dict[int, Any] = {}
         if not self.scores_only and not self.by_ids:
-            self.originals = [processor] if batch == 1 else [_copy(processor) for _ in range(batch)]
+            self.originals = [processor] if batch == 1 else [copy_processor(processor) for _ in range(batch)]
+        self.is_certain = False
         # Per row, the scores of this round's verified positions as this processor got them.
         self.inputs: dict[int, list[torch.Tensor]] = {}
 
+    def begin(self, is_certain: bool) -> None:
+        """Before positions that may be rejected, or that are certain."""
+        self.is_certain = is_certain
+        self._trial, self.inputs = {}, {}
 
-def _copy(processor: Any) -> Any:
+    def trial(self, row: int) -> Any:
+        """What this round's positions of `row` go through; copies may be dear, so rows that ask for none get none."""
+        if self.is_certain:
+            return self.originals[row]
+        if row not in self._trial:
+            self._trial[row] = copy_processor(self.originals[row])
+        return self._trial[row]
+
+
+def copy_processor(processor: Any) -> Any:
     """A copy that shares models and tokenizers, which processors only read."""
     shared = [
         value
@@ -125,19 +139,41 @@ def _row_by_row(
         row = active[index]
         given = scores[index, position].clone()
         stage.inputs.setdefault(row, []).append(given)
-        scores[index, position] = _call(stage.trial[row], row, candidates[:, :length], given)
+        scores[index, position] = _call(stage.trial(row), row, candidates[:, :length], given)
 
 
 def _call(processor: Any, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """What `processor` makes of one row's `scores (vocab,)`."""
     batch = ids.shape[0]
-    result: torch.Tensor = processor(ids, scores.repeat(batch, 1))
+    result: Any = processor(ids, scores.repeat(batch, 1))
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(
+            f"The logits processor {type(processor).__name__} returned {result!r:.60}, of type "
+            f"{type(result).__name__}; it must return the scores, a tensor of shape {(batch, scores.shape[0])}."
+        )
     if result.shape != (batch, scores.shape[0]):
         raise ValueError(
             f"The logits processor {type(processor).__name__} made scores of shape {tuple(result.shape)} from "
             f"{(batch, scores.shape[0])}; it must keep the shape."
         )
     return result[row]
+
+
+class ScoreProcessors(Protocol):
+    """What a decoding loop asks of the logits processors of its rows; see `RowProcessors`."""
+
+    @property
+    def needs_ids(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def begin_certain(self) -> None: ...
+
+    def process(
+        self, active: list[int], drafts: list[list[int]], offset: int, scores: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def commit(self, active: list[int], before: list[int]) -> None: ...
 
 
 class RowProcessors:
@@ -157,14 +193,12 @@ class RowProcessors:
     def begin(self) -> None:
         """Before drafting and before verifying: what the processors are shown next may be rejected."""
         for stage in self._stateful:
-            stage.trial = [_copy(original) for original in stage.originals]
-            stage.inputs = {}
+            stage.begin(is_certain=False)
 
     def begin_certain(self) -> None:
         """Before a position that nothing can reject."""
         for stage in self._stateful:
-            stage.trial = stage.originals
-            stage.inputs = {}
+            stage.begin(is_certain=True)
 
     def process(self, active: list[int], drafts: list[list[int]], offset: int, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores.
@@ -216,7 +250,7 @@ class RowProcessors:
     def commit(self, active: list[int], before: list[int]) -> None:
         """Shows the accepted positions of the last verification, which began at lengths `before`, to the originals."""
         for stage in self._stateful:
-            if stage.trial is stage.originals:
+            if stage.is_certain:
                 continue
             for row, start in zip(active, before, strict=True):
                 for length in range(start, self.rows.lengths[row]):
@@ -224,4 +258,4 @@ class RowProcessors:
                     _call(stage.originals[row], row, self.rows.buffer[:, :length], given)
 
 
-__all__ = ["RowProcessors", "check_processors"]
+__all__ = ["RowProcessors", "ScoreProcessors", "check_processors", "copy_processor"]

@@ -6,7 +6,8 @@ column of the batch after the other, each as soon as every row that still genera
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from transformers import (
@@ -25,6 +26,33 @@ from .. import _compat
 _ROW_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 ScoresUpTo = Callable[[int], "tuple[torch.Tensor, ...] | None"]
+
+
+class TextRows(Protocol):
+    """What a decoding loop asks of the text of its rows; rows are named by numbers."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def active(self) -> list[int]: ...
+
+    @property
+    def lengths(self) -> Sequence[int] | Mapping[int, int]: ...
+
+    @property
+    def ended(self) -> Sequence[bool] | Mapping[int, bool]: ...
+
+    def room(self, row: int) -> int: ...
+
+    def last_ids(self, rows: list[int]) -> torch.Tensor: ...
+
+    def length_to_verify(self, tokens: list[int], row: int) -> int: ...
+
+    def append(self, rows: list[int], tokens: list[list[int]]) -> list[int]: ...
 
 
 class Rows:
@@ -64,6 +92,11 @@ class Rows:
         self._user_criteria = StoppingCriteriaList(entry for entry in criteria if type(entry) not in known)
 
     @property
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self.buffer.device
+
+    @property
     def active(self) -> list[int]:
         """Rows that still generate."""
         return [row for row, ended in enumerate(self.ended) if not ended]
@@ -89,7 +122,11 @@ class Rows:
         return next((index + 1 for index, token in enumerate(tokens) if token in self._eos_ids), len(tokens))
 
     def append(self, rows: list[int], tokens: list[list[int]]) -> list[int]:
-        """Adds new tokens to each of `rows`, up to where the row ends; returns how many each got."""
+        """Adds new tokens to each of `rows`, up to where the row ends; returns how many each got.
+
+        Raises:
+            ValueError: for a negative token, which is what a draw gives where there is no distribution.
+        """
         before = [self.lengths[row] for row in rows]
         for row, new in zip(rows, tokens, strict=True):
             self._append(row, new)
@@ -97,6 +134,11 @@ class Rows:
         return [max(0, self.lengths[row] - start) for row, start in zip(rows, before, strict=True)]
 
     def _append(self, row: int, tokens: list[int]) -> None:
+        if min(tokens) < 0:
+            raise ValueError(
+                "The probabilities of the next token are not finite: the target or the drafter gave NaN or infinite "
+                "logits. Half precision may overflow; load both in bfloat16 or float32."
+            )
         start = self.lengths[row]
         count = self._length_up_to_end(tokens[: self.room(row)])
         at_end = count > 0 and tokens[count - 1] in self._eos_ids

@@ -182,6 +182,50 @@ def top_k(survivals: Any, budget: int) -> Lengths:
     return _counts(requests[:budget], len(survivals))
 
 
+def schedule_columns(survivals: Any, costs: Any, speed: float) -> Lengths:
+    """Verifies columns, the k-th drafted tokens of all requests, while each is worth its time.
+
+    For verifications that pad every request to the longest, so that time is bought by the column. A column is worth
+    the tokens that are expected to survive in it, and its time the tokens that other rounds write in it: the choice
+    with the most tokens per second in the long run is the one that gains most over that rate in each round. The first
+    column that is not worth it ends the search.
+
+    Lossless: whether column k is verified is decided by survivals of the columns up to it, which depend on the tokens
+    before it alone, and by numbers from before the draft.
+
+    Args:
+        survivals: `(R, γ)`, from `survival`.
+        costs: `(γ,)`, the time of each further column, as tokens of plain decoding over all requests; increasing, as
+            `lower_hull` makes them, else a cheap column could stand behind a dear one and never be reached.
+        speed: what the rounds before this one have brought, in tokens of plain decoding in the same time.
+
+    Returns:
+        `(R,)`, tokens of each request to verify.
+    """
+    survivals = _survivals(survivals)
+    costs = np.asarray(costs, np.float64)
+    if costs.shape != survivals.shape[1:]:
+        raise ValueError(f"`costs` has shape {costs.shape}; give one for each of {survivals.shape[1]} columns.")
+    if not 0 < speed < math.inf:
+        raise ValueError(f"`speed` is {speed}; it is a ratio, above 0.")
+    worth = np.logical_and.accumulate(survivals.sum(axis=0) > speed * costs)
+    return np.minimum(np.count_nonzero(survivals, axis=1), int(worth.sum()))
+
+
+def lower_hull(values: Any) -> Floats:
+    """The largest convex sequence that is nowhere above `values (n,)`."""
+    values = np.asarray(values, np.float64)
+    corners: list[int] = []
+    for index in range(len(values)):
+        while len(corners) > 1:
+            first, last = corners[-2:]
+            if (values[last] - values[first]) * (index - first) < (values[index] - values[first]) * (last - first):
+                break
+            corners.pop()
+        corners.append(index)
+    return np.interp(np.arange(len(values)), corners, values[corners])
+
+
 def schedule_early_stop(survivals: Any, curve: CapacityCurve, draft_seconds: float = 0.0) -> Lengths:
     """Algorithm 1: admits tokens while that raises the expected tokens per second.
 
@@ -467,6 +511,8 @@ __all__ = [
     "everything",
     "expected_tokens",
     "global_budget",
+    "lower_hull",
+    "schedule_columns",
     "schedule_early_stop",
     "static_threshold",
     "survival",

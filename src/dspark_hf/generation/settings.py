@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import logging
@@ -11,7 +13,12 @@ from ..models import DSparkDrafter
 
 logger = logging.get_logger(__name__)
 
-GENERATION_OPTIONS = ("dspark_num_draft_tokens", "dspark_confidence_threshold")
+GENERATION_OPTIONS = (
+    "dspark_num_draft_tokens",
+    "dspark_confidence_threshold",
+    "dspark_verify_budget",
+    "dspark_scheduler",
+)
 
 
 @dataclass(frozen=True)
@@ -21,33 +28,49 @@ class DecodingSettings:
     Attributes:
         num_draft_tokens: most tokens drafted in a round, 1 to γ.
         confidence_threshold: a proposal is cut at its first token whose confidence is below this; 0 never cuts.
+        verify_budget: most drafted tokens verified in a round, over all rows; `None` for no limit.
+        scheduler: name of a scheduler, or one; `None` is "auto". See `schedulers.resolve_scheduler`.
         do_sample: whether tokens are sampled; greedy otherwise.
     """
 
     num_draft_tokens: int
     confidence_threshold: float
+    verify_budget: int | None
+    scheduler: Any
     do_sample: bool
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the call says itself how much to verify."""
+        return self.confidence_threshold > 0 or self.verify_budget is not None
 
 
 def resolve_settings(
-    drafter: DSparkDrafter,
-    generation_config: GenerationConfig,
-    num_draft_tokens: int | None = None,
-    confidence_threshold: float | None = None,
+    drafter: DSparkDrafter, generation_config: GenerationConfig, options: Mapping[str, Any] | None = None
 ) -> DecodingSettings:
-    """Settings from a call's own arguments, else from `generation_config`, else the drafter's defaults.
+    """Settings from a call's own `options`, else from `generation_config`, else the drafter's defaults.
+
+    Args:
+        drafter: the drafter of the call.
+        generation_config: the call's generation config.
+        options: values by the names of `GENERATION_OPTIONS`; `None` counts as not given.
 
     Raises:
         ValueError: for a value out of range.
-        TypeError: for a value that is no number.
+        TypeError: for a value of another type.
     """
-    if num_draft_tokens is None:
-        num_draft_tokens = getattr(generation_config, "dspark_num_draft_tokens", None)
-    if confidence_threshold is None:
-        confidence_threshold = getattr(generation_config, "dspark_confidence_threshold", None)
+
+    def value(name: str) -> Any:
+        given = (options or {}).get(name)
+        return getattr(generation_config, name, None) if given is None else given
+
     return DecodingSettings(
-        num_draft_tokens=_draft_tokens(drafter, num_draft_tokens, generation_config.num_assistant_tokens),
-        confidence_threshold=_threshold(drafter, confidence_threshold),
+        num_draft_tokens=_draft_tokens(
+            drafter, value("dspark_num_draft_tokens"), generation_config.num_assistant_tokens
+        ),
+        confidence_threshold=_threshold(drafter, value("dspark_confidence_threshold")),
+        verify_budget=_budget(value("dspark_verify_budget")),
+        scheduler=value("dspark_scheduler"),
         do_sample=bool(generation_config.do_sample),
     )
 
@@ -72,6 +95,19 @@ def _draft_tokens(drafter: DSparkDrafter, explicit: int | None, cap: int | None)
             "`assistant_model`."
         )
     return min(cap, gamma)
+
+
+def _budget(budget: int | None) -> int | None:
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"`dspark_verify_budget` is {budget!r}; give a whole number of tokens, at least 1.")
+    if budget < 1:
+        raise ValueError(
+            f"`dspark_verify_budget` is {budget}; it must be at least 1. To generate without drafting, leave out "
+            "`assistant_model`."
+        )
+    return budget
 
 
 def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:

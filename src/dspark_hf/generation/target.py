@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .. import _compat
 
 # Inputs of a target that have one entry per column, in their last dimension, and how they go on after the prompt.
-_COLUMN_INPUTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+COLUMN_INPUTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass
@@ -50,13 +51,19 @@ class TargetSession:
         target_layer_ids: layers whose states the drafter needs.
         model_kwargs: what `generate` prepared for the target's forward.
         batch: number of rows.
+        joins: whether rows of other sessions may join these later, which asks as much of the target as a batch does.
 
     Raises:
         ValueError: without a cache, or with one that cannot be rolled back.
     """
 
     def __init__(
-        self, target: PreTrainedModel, target_layer_ids: list[int], model_kwargs: dict[str, Any], batch: int = 1
+        self,
+        target: PreTrainedModel,
+        target_layer_ids: list[int],
+        model_kwargs: dict[str, Any],
+        batch: int = 1,
+        joins: bool = False,
     ) -> None:
         self.target = target
         self.target_layer_ids = target_layer_ids
@@ -68,7 +75,8 @@ class TargetSession:
                 "`generation_config`. Set it to true."
             )
         self.cache = _compat.check_rollback(model_kwargs.get(_compat.CACHE_ARGUMENT), target)
-        if batch > 1:
+        self.moves_rows = batch > 1 or joins
+        if self.moves_rows:
             _compat.check_realignment(self.cache, target)
         self.wants_hidden_states = bool(model_kwargs.get("output_hidden_states"))
         self.wants_attentions = bool(model_kwargs.get("output_attentions"))
@@ -95,7 +103,7 @@ class TargetSession:
                 "text; where it is, this target's cache cannot tell drafted tokens apart. Call `generate` without "
                 "`assistant_model`."
             )
-        if self.batch > 1:
+        if self.moves_rows:
             _compat.check_realignment(self.cache, self.target)
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None:
@@ -164,6 +172,19 @@ class TargetSession:
         advances = torch.tensor(rejected, device=self.anchor_positions.device).neg() + self.inputs
         self.anchor_positions = self.anchor_positions[rows] + advances
 
+    def join(self, other: TargetSession) -> None:
+        """Takes in the rows of another session, after its own; both between a `commit` and a verification."""
+        total = max(self.columns, other.columns)
+        sessions = (self, other)
+        rows = [session.row_states(row, 0) for session in sessions for row in range(session.batch)]
+        _compat.fill_cache(self.cache, rows, total)
+        # The anchors' column comes after those of the cache.
+        self.model_kwargs = self.model_kwargs | join_columns(sessions, total + 1)
+        self.padding = [count + total - session.columns for session in sessions for count in session.padding]
+        self.anchor_positions = torch.cat([session.anchor_positions for session in sessions])
+        self.columns, self.batch = total, len(rows)
+        self._known_columns = total + 1
+
     def row_states(self, row: int, rejected: int) -> _compat.CacheRow:
         """What the cache holds of one row, less its `rejected` last columns."""
         return _compat.cache_row(self.cache, row, self.padding[row], self.columns - rejected, self.columns)
@@ -188,7 +209,7 @@ class TargetSession:
         prepared = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=inputs, is_first_iteration=is_first_iteration, **model_kwargs
         )
-        if self.batch > 1:
+        if self.moves_rows:
             _compat.check_positions(prepared, self.target)
         if "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 1 if is_first_iteration else inputs
@@ -228,11 +249,32 @@ def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     return model_kwargs
 
 
+def join_columns(sessions: tuple[TargetSession, ...], total: int) -> dict[str, torch.Tensor]:
+    """Inputs with one entry per column, of the rows of all `sessions`: `(rows, total)`, padded on the left."""
+    joined = {}
+    for name in COLUMN_INPUTS:
+        given = [session.model_kwargs.get(name) for session in sessions]
+        if name != "attention_mask" and all(values is None for values in given):
+            continue
+        parts = []
+        for session, values in zip(sessions, given, strict=True):
+            if values is None:
+                # No mask is one of ones, no token types are those of text.
+                shape = (session.batch, session.columns + 1)
+                device = session.anchor_positions.device
+                values = torch.full(shape, int(name == "attention_mask"), device=device)
+            # One row of positions may stand for all, and multimodal positions have a dimension before the rows.
+            values = values.expand(*values.shape[:-2], session.batch, -1)
+            parts.append(pad(values, (total - values.shape[-1], 0)))
+        joined[name] = torch.cat(parts, dim=-2)
+    return joined
+
+
 def select_rows(model_kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> dict[str, Any]:
-    """`model_kwargs` with `rows` of those inputs that have one row per prompt but none of `_COLUMN_INPUTS`."""
+    """`model_kwargs` with `rows` of those inputs that have one row per prompt but none of `COLUMN_INPUTS`."""
     return {
         name: value[rows.to(value.device)]
-        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) and name not in _COLUMN_INPUTS
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) and name not in COLUMN_INPUTS
         else value
         for name, value in model_kwargs.items()
     }
@@ -248,7 +290,7 @@ def select_columns(
     selected = dict(model_kwargs)
     if selected.get("attention_mask") is None:
         selected["attention_mask"] = torch.ones(int(rows.max()) + 1, total, dtype=torch.long, device=columns.device)
-    for name in _COLUMN_INPUTS:
+    for name in COLUMN_INPUTS:
         if (values := selected.get(name)) is None:
             continue
         index = (columns - (total - values.shape[-1])).clamp(min=0).to(values.device)

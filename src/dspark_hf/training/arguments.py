@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from transformers import TrainingArguments
+
+from ..conversion.loading import check_output
 
 _LEAST = {
     "num_anchors": 1,
@@ -102,16 +103,7 @@ class DSparkTrainingArguments(TrainingArguments):
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; leave it False, the trainer needs `loss_mask`.")
         if self.output_dir is not None:
-            _check_folder(self.output_dir)
-
-
-def _check_folder(name: str) -> None:
-    """Raises `ValueError` where no folder of this name can be made: better said before a long run than after it."""
-    if not name:
-        raise ValueError("`output_dir` is empty; give a folder.")
-    there = next((path for path in (Path(name), *Path(name).parents) if path.exists()), None)
-    if there is not None and not there.is_dir():
-        raise ValueError(f"`output_dir` is {name!r}, and {str(there)!r} is a file; give a folder.")
+            check_output(self.output_dir, "`output_dir`")
 
 
 __all__ = ["DSparkTrainingArguments"]

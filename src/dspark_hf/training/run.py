@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.formats import DSPARK, detect_format, read_json
-from ..conversion.loading import check_location, load_language_model
+from ..conversion.loading import check_location, load_language_model, load_tokenizer
 from ..data import DataReport, generation_prompt, prepare_dataset
 from ..models import DSparkDrafter
 from .arguments import DSparkTrainingArguments
@@ -38,14 +38,10 @@ def load_target(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedModel, 
     """
     target = load_language_model(name_or_path, dtype="auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError):
-        tokenizer = None
-    # Some classes come up with nothing but special tokens where there are no files to read.
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        return target, load_tokenizer(name_or_path)
+    except OSError:
         logger.warning("The target %r has no tokenizer; rows must hold `input_ids`.", str(name_or_path))
         return target, None
-    return target, tokenizer
 
 
 def train_drafter(

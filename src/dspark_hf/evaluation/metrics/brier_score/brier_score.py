@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datasets
 import evaluate
 
 from dspark_hf.evaluation import scores
+from dspark_hf.evaluation.metrics.info import metric_info
 
 _DESCRIPTION = """
 The mean squared distance between predicted probability and what happened.
@@ -24,14 +24,7 @@ class BrierScore(evaluate.Metric):
     """`evaluate.load("<folder of this file>")`; computed by `dspark_hf.evaluation.scores`."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=_DESCRIPTION,
-            citation="",
-            inputs_description=_INPUTS,
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("int32")}
-            ),
-        )
+        return metric_info(_DESCRIPTION, _INPUTS)
 
     def _compute(self, predictions: list[float], references: list[int]) -> dict[str, float]:
         return {"brier_score": scores.brier_score(predictions, references)}

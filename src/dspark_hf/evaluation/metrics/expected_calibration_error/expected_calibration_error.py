@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datasets
 import evaluate
 
 from dspark_hf.evaluation import scores
+from dspark_hf.evaluation.metrics.info import metric_info
 
 _DESCRIPTION = """
 The mean distance between predicted and observed probability, over bins of equal width weighted by their counts.
@@ -25,14 +25,7 @@ class ExpectedCalibrationError(evaluate.Metric):
     """`evaluate.load("<folder of this file>")`; computed by `dspark_hf.evaluation.scores`."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=_DESCRIPTION,
-            citation="",
-            inputs_description=_INPUTS,
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("int32")}
-            ),
-        )
+        return metric_info(_DESCRIPTION, _INPUTS)
 
     def _compute(self, predictions: list[float], references: list[int], bins: int = scores.BINS) -> dict[str, float]:
         return {"expected_calibration_error": scores.expected_calibration_error(predictions, references, bins)}

@@ -1,0 +1,199 @@
+"""Throughput of the embedded pair under load: the hardware-aware scheduler against plain decoding and fixed lengths.
+
+For each load, that many requests are active at any time: when one ends the next one joins. Each policy runs for a
+number of tokens per request; all policies take turns, several times over, in one process. The costs that the scheduler
+goes by are measured first. Reported are tokens per second (median and range over the repeats, and the ratio to the
+best of plain decoding and of every fixed length in the same repeat), accepted length (bonus token included), and the
+drafted tokens verified per request and round. One more policy drafts with a drafter that is always wrong.
+
+    python benchmarks/concurrency.py --loads 1 2 4 8 16 32 --tokens 96 --repeats 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers.utils import logging
+
+from dspark_hf import DSparkDrafter, SpeculativeEngine
+from dspark_hf.embedded import load_embedded_pair, load_prompts
+from dspark_hf.evaluation.plots import can_plot, plot_load
+from dspark_hf.generation.capacity import measure_capacity
+from dspark_hf.generation.schedulers import Fixed, Hardware, Plain, Scheduler
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DECODING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+PLAIN, AUTO, WRONG = "plain", "hardware-aware", "hardware-aware, drafter always wrong"
+
+
+class WrongDrafter(DSparkDrafter):
+    """Drafts the token after the one that it means, with the confidences of the right one."""
+
+    def draft_step(self, *args: Any) -> Any:
+        logits, state = super().draft_step(*args)
+        return logits.roll(1, dims=-1), state
+
+
+def prompts(tokenizer: Any) -> Iterator[torch.Tensor]:
+    """Held-out prompts of the three kinds, without end."""
+    return itertools.cycle([tokenizer(prompt.text, return_tensors="pt").input_ids for prompt in load_prompts()])
+
+
+def run(
+    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, tokens: int, seed: int
+) -> dict[str, float]:
+    """Figures of one policy at one load, from when `load` requests are active to `load * tokens` tokens later.
+
+    Requests have between half and one and a half times `tokens` tokens to write, so that they do not end together.
+    """
+    target, tokenizer, _ = pair
+    torch.manual_seed(seed)
+    source = prompts(tokenizer)
+    count = scheduler.length if isinstance(scheduler, Fixed) else drafter.config.block_size
+    options = {**DECODING, "eos_token_id": None, "dspark_scheduler": scheduler, "dspark_num_draft_tokens": count}
+    lengths = itertools.cycle([tokens * (2 + step) // 4 for step in (0, 3, 1, 4, 2)])
+    with SpeculativeEngine(target, drafter, max_batch=load, max_queue=load, threaded=False, **options) as engine:
+        requests = [engine.submit(next(source), max_new_tokens=next(lengths)) for _ in range(load)]
+        engine.step()
+        before, start = (
+            {name: engine.stats.total(name) for name in ("emitted", "rows", "verified")},
+            time.perf_counter(),
+        )
+        while engine.stats.total("emitted") - before["emitted"] < load * tokens:
+            requests = [request for request in requests if not request.done]
+            while len(requests) < load:
+                requests.append(engine.submit(next(source), max_new_tokens=next(lengths)))
+            engine.step()
+        seconds = time.perf_counter() - start
+        emitted, rows, verified = (engine.stats.total(name) - count for name, count in before.items())
+        engine.close(cancel=True)
+    return {"tokens_per_second": emitted / seconds, "accepted_length": emitted / rows, "budget": verified / rows}
+
+
+def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
+    """One row per load and policy."""
+    target, _, drafter = pair
+    wrong = copy.copy(drafter)
+    wrong.__class__ = WrongDrafter
+    gamma = drafter.config.block_size
+    rows = []
+    with Progress() as progress:
+        bar = progress.add_task("measuring costs", total=len(args.loads) * args.repeats * (gamma + 3))
+        profile = measure_capacity(
+            target, drafter, max_rows=max(args.loads), contexts=(128,), repeats=args.profile_repeats
+        )
+        for load in args.loads:
+            policies: dict[str, Callable[[], Scheduler]] = {
+                PLAIN: Plain,
+                **{f"length {length}": functools.partial(Fixed, length) for length in range(1, gamma + 1)},
+                AUTO: functools.partial(Hardware, profile),
+                WRONG: functools.partial(Hardware, profile),
+            }
+            figures: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+            for repeat in range(args.repeats):
+                # Another order each time, so that a drift of the machine favours none.
+                for name in random.Random(repeat).sample(list(policies), len(policies)):
+                    progress.update(bar, description=f"{load} at once, {name}")
+                    helper = wrong if name == WRONG else drafter
+                    figures[name].append(run(pair, helper, policies[name](), load, args.tokens, repeat))
+                    progress.advance(bar)
+            rows += [summary(load, name, figures) for name in policies]
+    return rows
+
+
+def summary(load: int, policy: str, figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians and ranges over the repeats; ratios are taken within each repeat."""
+    rates = {name: [entry["tokens_per_second"] for entry in entries] for name, entries in figures.items()}
+    others = [name for name in rates if name not in (AUTO, WRONG)]
+    # The best policy is the one with the best median; the best of each repeat would be the luckiest of many.
+    best = max(others, key=lambda name: statistics.median(rates[name]))
+    to_best = [mine / other for mine, other in zip(rates[policy], rates[best], strict=True)]
+    to_plain = [mine / other for mine, other in zip(rates[policy], rates[PLAIN], strict=True)]
+    return {
+        "load": load,
+        "policy": policy,
+        "tokens_per_second": statistics.median(rates[policy]),
+        "tokens_per_second_range": [min(rates[policy]), max(rates[policy])],
+        "best_other": best,
+        "to_best_other": statistics.median(to_best),
+        "to_best_other_range": [min(to_best), max(to_best)],
+        "to_plain": statistics.median(to_plain),
+        "to_plain_range": [min(to_plain), max(to_plain)],
+        **{
+            name: statistics.median(entry[name] for entry in figures[policy]) for name in ("accepted_length", "budget")
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per request and run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile-repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=RESULTS / "concurrency.json")
+    args = parser.parse_args()
+    for name in ("tokens", "repeats", "profile_repeats", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
+    if min(args.loads) < 1:
+        parser.error(f"--loads is {args.loads}; each must be at least 1.")
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    rows = measure(args, load_embedded_pair())
+    report = {
+        "machine": {"cpu": platform.machine(), "threads": args.threads},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "settings": {**DECODING, "tokens": args.tokens, "repeats": args.repeats, "dtype": "float32"},
+        "rows": rows,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if can_plot():
+        plot_load(rows, args.output.with_suffix(".png"))
+    show(rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="tokens per second under load, temperature 1")
+    for column in ("load", "policy", "tokens/s", "to plain", "to best other", "range", "accepted", "verified"):
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=column != "policy")
+    for row in rows:
+        low, high = row["to_best_other_range"]
+        table.add_row(
+            str(row["load"]),
+            row["policy"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['to_plain']:.2f}",
+            f"{row['to_best_other']:.3f}",
+            f"{low:.2f}-{high:.2f}",
+            f"{row['accepted_length']:.2f}",
+            f"{row['budget']:.2f}",
+            end_section=row["policy"] == WRONG,
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

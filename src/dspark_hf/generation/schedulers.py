@@ -1,0 +1,291 @@
+"""The scheduler of one decoding loop: whether a round drafts, and how much of each draft it verifies.
+
+`scheduling.py` has the rules, as functions of numbers; a scheduler here applies one of them round after round. All of
+them decide before a draft whether there is one, and about a drafted token by what was known before it was drawn, so
+the output's law is the target's whatever they choose.
+
+Rows are padded to the longest proposal, so a verification of R rows costs `R * (1 + longest)` tokens. Verifying a
+*column*, the k-th drafted token of every row, is therefore what `Hardware` decides on.
+
+Shape symbols: `R` rows of the round, `k` drafted tokens of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from ..models import DSparkDrafter
+from .capacity import CapacityProfile, find_profile
+from .scheduling import (
+    CapacityCurve,
+    DraftingGate,
+    Floats,
+    History,
+    lower_hull,
+    schedule_columns,
+    schedule_early_stop,
+    survival,
+    top_k,
+)
+
+# A context length stands for all within this many tokens, so that curves need not be made anew each round.
+CONTEXT_STEP = 64
+
+
+class Scheduler:
+    """Drafts in every round and verifies all of it; the base of the others.
+
+    Attributes:
+        needs_confidences: whether `lengths` looks at confidences.
+    """
+
+    needs_confidences = False
+
+    def wants_draft(self, rows: Sequence[int], context: int) -> bool:
+        """Whether the next round drafts; `rows` are the ids of its rows, `context` the longest text among them."""
+        return True
+
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        """Tokens of each row's draft to verify.
+
+        Args:
+            rows: ids of the rows.
+            context: length of the longest text.
+            confidences: `(R, k)`, or `None` without `needs_confidences`.
+            limits: `(R,)`, how many could be kept at all.
+        """
+        return list(limits)
+
+    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
+        """Takes what came of a round.
+
+        Args:
+            rows: ids of the rows.
+            context: length of the longest text.
+            drafted: drafted tokens per row, 0 in a round without a draft.
+            longest: verified drafted tokens of the row with most.
+            emitted: new tokens of all rows.
+        """
+
+
+class Plain(Scheduler):
+    """Never drafts: plain decoding in this package's loop, to measure against."""
+
+    def wants_draft(self, rows: Sequence[int], context: int) -> bool:
+        return False
+
+
+@dataclass
+class Fixed(Scheduler):
+    """Verifies a fixed number of tokens of each draft.
+
+    Attributes:
+        length: most tokens of a row's draft.
+    """
+
+    length: int
+
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        return [min(self.length, limit) for limit in limits]
+
+
+@dataclass
+class _Profiled(Scheduler):
+    """A scheduler that knows what rounds cost, and skips drafts while they do not pay.
+
+    Attributes:
+        profile: costs of verifying and drafting on this device.
+        gate: says whether drafting pays.
+    """
+
+    profile: CapacityProfile
+    gate: DraftingGate = field(default_factory=DraftingGate)
+    needs_confidences = True
+
+    def __post_init__(self) -> None:
+        self._curves: dict[tuple[int, int], CapacityCurve] = {}
+        self._drafts: dict[tuple[int, int, int], float] = {}
+
+    def curve(self, rows: int, context: int) -> CapacityCurve:
+        """Seconds of verifications of so many rows, by tokens in all."""
+        key = (rows, context // CONTEXT_STEP)
+        if key not in self._curves:
+            self._curves[key] = self.profile.curve(rows, key[1] * CONTEXT_STEP)
+        return self._curves[key]
+
+    def draft_seconds(self, rows: int, context: int, count: int) -> float:
+        """What a round with a draft takes longer than one without, beside the verification."""
+        key = (rows, context // CONTEXT_STEP, count)
+        if key not in self._drafts:
+            self._drafts[key] = self.profile.draft_seconds(rows, key[1] * CONTEXT_STEP, count)
+        return self._drafts[key]
+
+    def wants_draft(self, rows: Sequence[int], context: int) -> bool:
+        return self.gate.is_open
+
+    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
+        if not drafted:
+            self.gate.record_plain()
+            return
+        count = len(rows)
+        curve = self.curve(count, context)
+        seconds = self.draft_seconds(count, context, drafted) + float(curve.seconds_for(count * (1 + longest)))
+        self._record_drafted(emitted, count, seconds, float(curve.seconds_for(count)))
+
+    def _record_drafted(self, emitted: int, count: int, seconds: float, plain_seconds: float) -> None:
+        self.gate.record_drafted(emitted, count, seconds, plain_seconds)
+
+
+@dataclass
+class Hardware(_Profiled):
+    """Verifies a column while it is expected to bring more tokens than its time is worth (`schedule_columns`).
+
+    What time is worth, tokens per second, is what the rounds before have brought, and at least what plain decoding
+    brings. So it is fixed before a draft, like the budget of the asynchronous scheduler in section 5.2 of the paper,
+    and a jagged curve cannot hold the choice at 0.
+
+    Attributes:
+        memory: share of the past that counts on from round to round.
+    """
+
+    memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Rounds of plain decoding: what the rounds so far have brought, and what they took. It starts as if plain.
+        self._brought = self._took = 1.0
+        self._costs: dict[tuple[int, int, int], Floats] = {}
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of late, in those of plain decoding; at least 1."""
+        return max(1.0, self._brought / self._took)
+
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        survivals = survival(confidences, limits)
+        lengths = schedule_columns(survivals, self._column_costs(len(rows), context, survivals.shape[1]), self.speed)
+        return [int(length) for length in lengths]
+
+    def _column_costs(self, rows: int, context: int, columns: int) -> Floats:
+        """`(k,)`: what each further column costs, in the tokens that plain decoding writes in that time."""
+        key = (rows, context // CONTEXT_STEP, columns)
+        if key not in self._costs:
+            curve = self.curve(rows, context)
+            seconds = lower_hull(curve.seconds_for(rows * np.arange(1, columns + 2)))
+            self._costs[key] = np.diff(seconds) * rows / float(curve.seconds_for(rows))
+        return self._costs[key]
+
+    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
+        super().record(rows, context, drafted, longest, emitted)
+        if not drafted:
+            self._remember(1.0, 1.0)
+
+    def _record_drafted(self, emitted: int, count: int, seconds: float, plain_seconds: float) -> None:
+        super()._record_drafted(emitted, count, seconds, plain_seconds)
+        self._remember(emitted / count, seconds / plain_seconds)
+
+    def _remember(self, brought: float, took: float) -> None:
+        self._brought = self.memory * self._brought + brought
+        self._took = self.memory * self._took + took
+
+
+@dataclass
+class EarlyStop(_Profiled):
+    """Algorithm 1 of the paper, which counts tokens as if rows were not padded."""
+
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        survivals = survival(confidences, limits)
+        count, drafted = survivals.shape
+        draft_seconds = self.draft_seconds(count, context, drafted)
+        return schedule_early_stop(survivals, self.curve(count, context), draft_seconds).tolist()
+
+
+@dataclass
+class Asynchronous(_Profiled):
+    """The asynchronous variant of section 5.2: a budget from the confidences of two rounds before, and its top K."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._history: History | None = None
+        self._budget = 0
+
+    def wants_draft(self, rows: Sequence[int], context: int) -> bool:
+        if self._history is not None and not self.gate.is_open:
+            self._history.clear()
+        return self.gate.is_open
+
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        count, drafted = len(rows), len(confidences[0])
+        if self._history is None:
+            self._history = History(self.curve(count, context), warmup=drafted)
+        self._history.curve = self.curve(count, context)
+        self._history.draft_seconds = self.draft_seconds(count, context, drafted)
+        # The history holds earlier rounds only: this draft is recorded after its budget is known.
+        budget = self._history.budget(rows)
+        self._history.record(rows, confidences)
+        return top_k(survival(confidences, limits), budget).tolist()
+
+
+SCHEDULERS: dict[str, type[_Profiled]] = {
+    "hardware": Hardware,
+    "early_stop": EarlyStop,
+    "asynchronous": Asynchronous,
+}
+"""Schedulers that need a capacity profile and calibrated confidences, by the name that `dspark_scheduler` takes."""
+
+SCHEDULER_NAMES = ("auto", *SCHEDULERS, "none")
+
+
+def resolve_scheduler(choice: Any, target: PreTrainedModel, drafter: DSparkDrafter, limited: bool) -> Scheduler:
+    """The scheduler that `dspark_scheduler` names.
+
+    `auto` is `hardware` where it can be: for a calibrated drafter, with a profile of this target and drafter on this
+    device (`dspark calibrate`, `dspark profile`), unless the call says itself how much to verify (`limited`, by a
+    threshold or a budget). Elsewhere everything that is drafted is verified.
+
+    Raises:
+        ValueError: for an unknown name, or a scheduler that lacks what it needs.
+        TypeError: for what is neither a name nor a `Scheduler`.
+    """
+    if isinstance(choice, Scheduler):
+        return choice
+    if choice is not None and not isinstance(choice, str):
+        raise TypeError(f"`dspark_scheduler` is {choice!r}; give one of {list(SCHEDULER_NAMES)}, or a `Scheduler`.")
+    name = "auto" if choice is None else choice
+    if name not in SCHEDULER_NAMES:
+        raise ValueError(f"`dspark_scheduler` is {name!r}; give one of {list(SCHEDULER_NAMES)}, or a `Scheduler`.")
+    if name == "none" or (name == "auto" and (limited or drafter.config.confidence_temperatures is None)):
+        return Scheduler()
+    if drafter.confidence_head is None:
+        raise ValueError(
+            f"`dspark_scheduler` is {name!r}, but this drafter has no confidence head (`enable_confidence_head` is "
+            "false in its config); give `dspark_num_draft_tokens` or `dspark_verify_budget` instead."
+        )
+    profile = find_profile(target, drafter)
+    if profile is None or profile.draft is None:
+        if name == "auto":
+            return Scheduler()
+        raise ValueError(
+            f"`dspark_scheduler` is {name!r}, but what this target and drafter cost on this device, in this dtype and "
+            "with this attention implementation, has not been measured. Run `dspark profile --target ... --drafter "
+            "...`, or save a profile of `dspark_hf.generation.capacity.measure_capacity`."
+        )
+    return SCHEDULERS["hardware" if name == "auto" else name](profile)
+
+
+__all__ = [
+    "SCHEDULERS",
+    "SCHEDULER_NAMES",
+    "Asynchronous",
+    "EarlyStop",
+    "Fixed",
+    "Hardware",
+    "Plain",
+    "Scheduler",
+    "resolve_scheduler",
+]
