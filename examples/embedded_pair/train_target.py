@@ -99,10 +99,10 @@ class TargetTrainingArguments(TrainingArguments):
     output_dir: str | None = field(
         default="build/embedded_pair/target_checkpoints", metadata={"help": "Folder for the checkpoints."}
     )
-    max_steps: int = field(default=1500, metadata={"help": "Number of optimizer steps."})
+    max_steps: int = field(default=1200, metadata={"help": "Number of optimizer steps."})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences in a step."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences in an evaluation step."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate."})
+    learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning rate's decay."})
     warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up steps; below 1, a share of all steps."})
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of the matrices; norms have none."})

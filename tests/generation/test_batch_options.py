@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -382,3 +383,30 @@ def test_cache_passed_back(family, ends):
         }
         outputs.append((turn.sequences.tolist(), plain(model, second, **helper).tolist()))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("returns_dict", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_own_cache_is_never_left_with_some_rows(family, returns_dict, ends):
+    """A cache that the user gives holds all rows afterwards, or nothing; either way it serves the next turn."""
+    model = tiny_target(family)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
+    drafter = get_drafter(model, DSparkConfig(block_size=4, num_hidden_layers=1))
+    ids = torch.arange(5, 5 + 3 * 14).view(3, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    first = {"input_ids": ids * mask, "attention_mask": mask}
+    eos = plain(model, first)[0, ids.shape[1] + 5].item() if ends else None
+    cache = DynamicCache(config=model.config)
+    options = {"assistant_model": drafter, "return_dict_in_generate": returns_dict, "eos_token_id": eos}
+    turn = plain(model, first, **options, **{_compat.CACHE_ARGUMENT: cache})
+    sequences = turn.sequences if returns_dict else turn
+    is_whole = returns_dict and not ends
+    assert cache.get_seq_length() == (sequences.shape[1] - 1 if is_whole else 0)
+    second = {
+        "input_ids": torch.cat([sequences, ids[:, -3:]], dim=1),
+        "attention_mask": torch.cat([mask, torch.ones(3, sequences.shape[1] - 11, dtype=torch.long)], dim=1),
+    }
+    again = plain(model, second, assistant_model=drafter, **{_compat.CACHE_ARGUMENT: cache})
+    assert again.tolist() == plain(model, second).tolist()

@@ -7,11 +7,12 @@ import gc
 import queue
 import random
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LogitsProcessor,
     PreTrainedTokenizerFast,
@@ -140,6 +141,7 @@ def test_random_arrivals(family, accepts):
         requests.append(engine.submit(PROMPTS[number], max_new_tokens=NEW_TOKENS[number]))
         for _ in range(generator.randrange(3)):
             engine.step()
+            check_columns(engine._loop)
     for text, prompt, request in zip(texts, PROMPTS, requests, strict=True):
         assert prompt + request.result() == text
     assert not engine.step()
@@ -156,6 +158,22 @@ def test_random_arrivals(family, accepts):
             if position < len(text) and text[position] == anchor
         ]
         assert any(torch.allclose(hidden, other, atol=1e-4) for other in alone), (position, anchor)
+
+
+def check_columns(loop):
+    """Lengths, positions, masks and caches of the rows fit together, without columns that no row needs."""
+    if loop is None:
+        return
+    session, lengths = loop.session, loop.rows.lengths
+    fed = [lengths[row] - 1 for row in loop.active]
+    assert session.columns == max(fed) == session.cache.get_seq_length()
+    assert [session.columns - padding for padding in session.padding] == fed == session.anchor_positions.tolist()
+    mask = session.model_kwargs.get("attention_mask")
+    assert len(fed) == 1 if mask is None else mask.sum(dim=1).tolist() == [count + 1 for count in fed]
+    for layer in session.cache.layers:
+        window = getattr(layer, "sliding_window", None)
+        held = session.columns if window is None else min(session.columns, window - 1)
+        assert layer.keys.shape[:3:2] == layer.values.shape[:3:2] == (len(fed), held)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -263,9 +281,11 @@ def test_masks_and_tensors(target, drafter):
 
 
 def test_stop_strings(target, drafter):
-    words = {f"w{token}": token for token in range(target.config.vocab_size)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0")
+    words = [f"w{token}" for token in range(target.config.vocab_size)]
+    words[0] = "abcdef"  # Transformers' search for stop strings decodes after this word.
+    inner = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w1")
     text = solo(target, PROMPTS[0], 9)
     engine = stepped(target, drafter)
     request = engine.submit(PROMPTS[0], max_new_tokens=9, tokenizer=tokenizer, stop_strings=[f"w{text[4]}"])
@@ -315,7 +335,7 @@ def sampled_p_values(target, laws, samples: int) -> list[float]:
 
 
 def test_sampled_law_beside_greedy_rows(small_target, laws):
-    values = sampled_p_values(small_target, laws, 300)
+    values = sampled_p_values(small_target, laws, 250)
     print(f"p-values: {values}")
     assert min(values) > 1e-3
 
@@ -330,13 +350,13 @@ def greedy_target(process):
     return engine_module._RequestProcessors, "process", faulty
 
 
-def flat_q(draft):
-    """Reports another distribution than the one that the drafts were drawn from."""
+def unlikely_drafts(draft):
+    """Reports drafts as less likely than they were, so that too many of them are kept."""
 
     def faulty(self, *args):
         proposal = draft(self, *args)
         if proposal.probs is not None:
-            proposal.probs = torch.full_like(proposal.probs, 1 / VOCAB)
+            proposal.probs = torch.zeros_like(proposal.probs)
         return proposal
 
     return DraftSession, "draft", faulty
@@ -344,13 +364,13 @@ def flat_q(draft):
 
 @pytest.mark.parametrize(
     ("plant", "original"),
-    [(greedy_target, engine_module._RequestProcessors.process), (flat_q, DraftSession.draft)],
+    [(greedy_target, engine_module._RequestProcessors.process), (unlikely_drafts, DraftSession.draft)],
 )
 def test_planted_bias_is_found(small_target, laws, plant, original, monkeypatch):
     monkeypatch.setattr(*plant(original))
     # A token that the target cannot give is found, too, and a greedy row that goes astray.
     with pytest.raises(AssertionError):
-        assert min(sampled_p_values(small_target, laws, 150)) > 1e-6
+        assert min(sampled_p_values(small_target, laws, 60)) > 1e-6
 
 
 def test_greedy_scores_as_a_law():
@@ -705,7 +725,7 @@ def test_stats_of_many_rounds_stay_small():
 
 def live_tensors() -> int:
     gc.collect()
-    return sum(isinstance(entry, torch.Tensor) for entry in gc.get_objects())
+    return sum(issubclass(type(entry), torch.Tensor) for entry in gc.get_objects())
 
 
 @pytest.mark.slow
@@ -742,7 +762,8 @@ def test_five_hundred_requests():
                     assert len(ids) == len(text) if options["do_sample"] else ids == text
             del request, requests
             drafter.seen.clear()
-            engine._wait_for(lambda: engine._loop is None)
+            while engine._loop is not None:
+                time.sleep(0.01)
             tensors.append(live_tensors())
     assert cancelled == 0 and errors == [ZeroDivisionError, LookupError]
     assert engine.stats.batch > 400 and not engine._open and not engine._queue

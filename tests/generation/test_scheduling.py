@@ -685,6 +685,8 @@ def test_one_slow_round_does_not_stop_drafts():
         (lambda: static_threshold([[float("nan")]], 0.5), "no probabilities"),
         (lambda: static_threshold([[0.5]], 1.5), "threshold"),
         (lambda: static_threshold([[0.5]], float("nan")), "threshold"),
+        (lambda: schedule_columns([[0.5, 0.5]], [0.1], 1.0), "`costs` has shape"),
+        (lambda: schedule_columns([[0.5]], [0.1], 0.0), "`speed` is 0.0"),
         (lambda: top_k([[0.5, 0.6]], 1), "rise"),
         (lambda: top_k([[0.5]], -1), "budget"),
         (lambda: schedule_early_stop([[0.5, 0.6]], RISING), "rise"),
@@ -740,5 +742,7 @@ def test_a_round_costs_little():
         top_k(survival(confidences), budget)
         history.record(rows, confidences)
 
+    costs = np.linspace(2, 8, 7)
     assert median_seconds(lambda: schedule_early_stop(survival(confidences), curve)) < 2e-4
+    assert median_seconds(lambda: schedule_columns(survival(confidences), costs, 1.5)) < 2e-4
     assert median_seconds(round_with_history) < 2e-4

@@ -338,11 +338,12 @@ def _result(loop: DecodingLoop, rows: Rows) -> torch.Tensor | GenerateDecoderOnl
     """What `generate` returns."""
     sequences = rows.sequences()
     record = loop.record
+    lengths = [length - rows.prompt_length for length in rows.lengths]
+    has_cache = _restore_cache(loop, lengths)
     if not record.active:
         return sequences
-    lengths = [length - rows.prompt_length for length in rows.lengths]
     return _compat.decoder_only_output(
-        loop.session.cache if _restore_cache(loop, lengths) else None,
+        loop.session.cache if has_cache else None,
         sequences=sequences,
         scores=record.columns(record.scores, lengths) if record.wants_scores else None,
         logits=record.columns(record.logits, lengths) if record.wants_logits else None,
@@ -354,11 +355,17 @@ def _result(loop: DecodingLoop, rows: Rows) -> torch.Tensor | GenerateDecoderOnl
 def _restore_cache(loop: DecodingLoop, lengths: list[int]) -> bool:
     """Puts rows that have left the batch back into the target's cache, where plain decoding has them.
 
-    False where rows ended at different columns: plain decoding has fed the last token and padding to those that
-    ended before the others, which is not in the cache here.
+    Where the cache cannot hold them it is emptied, and the answer is false: it may be the user's, who would take what
+    the last rows left there for the whole batch. So it is where only ids are returned, as nothing was kept of rows
+    that left, and where rows ended at different columns: plain decoding has fed the last token and padding to those
+    that ended before the others.
     """
-    if len(lengths) > 1 and len(set(lengths)) == 1:
-        rows = [loop.record.caches[row] for row in range(len(lengths))]
-        # The last token is not fed.
-        _compat.fill_cache(loop.session.cache, rows, loop.prompt_columns + lengths[0] - 1)
-    return len(set(lengths)) == 1
+    if len(lengths) == 1:
+        return True
+    if len(loop.record.caches) < len(lengths) or len(set(lengths)) > 1:
+        loop.session.cache.reset()
+        return False
+    # The last token is not fed.
+    rows = [loop.record.caches[row] for row in range(len(lengths))]
+    _compat.fill_cache(loop.session.cache, rows, loop.prompt_columns + lengths[0] - 1)
+    return True

@@ -379,8 +379,8 @@ class DraftingGate:
         max_overhead: share of the time that trials may cost.
     """
 
-    allowance: float = 4.0
-    probe_allowance: float = 2.0
+    allowance: float = 3.0
+    probe_allowance: float = 1.0
     bank: float = 12.0
     first_gap: int = 32
     max_gap: int = 256
