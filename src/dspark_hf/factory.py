@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -186,6 +187,7 @@ def get_drafter(
     config: DSparkConfig | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokens: Iterable[int] | None = None,
 ) -> DSparkDrafter:
     """Builds a new, untrained drafter for `target`.
 
@@ -203,6 +205,8 @@ def get_drafter(
         tokenizer: the target's tokenizer, used only to choose a mask token that text never contains. Without it the
             last vocabulary entry to which the target's config gives no role (padding, end of text, image, ...) is
             taken: right for padded vocabularies, otherwise give the tokenizer or set `config.mask_token_id`.
+        draft_tokens: the tokens that the drafter predicts, `config.draft_vocab_size` of the target's, such as those
+            that `dspark_hf.training.choose_draft_tokens` finds in the training data. Needed if that is set.
 
     Returns:
         A drafter bound to `target`, in its dtype and on its device, in evaluation mode.
@@ -220,7 +224,15 @@ def get_drafter(
     config = copy.deepcopy(config) if config is not None else DSparkConfig()
     _fill(config, target, tokenizer)
     config._check()
+    if (draft_tokens is None) != (config.draft_vocab_size is None):
+        raise ValueError(
+            f"`draft_vocab_size` is {config.draft_vocab_size} and `draft_tokens` is "
+            f"{'unset' if draft_tokens is None else 'given'}; give both, the tokens from "
+            "`dspark_hf.training.choose_draft_tokens`, or neither for a drafter that predicts every token."
+        )
     drafter = DSparkDrafter(config).to(device=_device(target), dtype=_dtype(target))
+    if draft_tokens is not None:
+        drafter.set_draft_tokens(draft_tokens)
     drafter.bind_target(target)
     return drafter.eval()
 

@@ -179,6 +179,24 @@ def test_hopeless_tokens_are_not_verified():
     assert decide(scheduler, [[0.9, 0.5, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]]) == [4, 4]
 
 
+def test_draft_ends_where_the_next_token_is_not_worth_it():
+    # A verified token costs 0.05 of plain decoding, a drafted one (3 - 2) / 6 / 10 = 0.017.
+    scheduler = Hardware(profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5]))
+    goes_on = scheduler.goes_on([0], 30)
+    assert goes_on(torch.tensor([[0.9, 0.1]]))
+    assert not goes_on(torch.tensor([[0.9, 0.07]]))
+    assert scheduler.goes_on([0, 1], 30)(torch.tensor([[0.9, 0.07], [0.9, 0.1]]))
+
+
+def test_drafts_are_shorter(target, drafter):
+    """In `generate`, too: some drafts end before γ, and the text stays."""
+    prompt = tiny_prompt(7)
+    costly = profile([10.0, 11.0, 12.0, 13.0, 14.0], draft=1.0)
+    output = greedy(target, drafter, {"input_ids": prompt}, dspark_scheduler=Hardware(costly))
+    assert torch.equal(output, target.generate(prompt, max_new_tokens=NEW_TOKENS))
+    assert {1, GAMMA} <= {entry.drafted for entry in drafter.last_stats.rounds if entry.drafted} <= {1, 2, 3, GAMMA}
+
+
 def test_time_is_worth_more_where_drafting_pays():
     rising = profile([10.0 + n for n in range(8)], draft=1.0)
     scheduler = Hardware(rising)
@@ -226,7 +244,7 @@ def test_drafter_that_is_always_wrong_is_skipped(target):
     copy = make_noisy_copy(target).follow([wrong])
     copy._proposal = lambda position, anchor, block: [0] * block
     scheduler = Hardware(profile())
-    scheduler.needs_confidences = False
+    scheduler.needs_confidences, scheduler.goes_on = False, lambda rows, context: None
     scheduler.lengths = lambda rows, context, confidences, limits: list(limits)
     output = target.generate(prompt, assistant_model=copy, max_new_tokens=200, dspark_scheduler=scheduler)
     assert torch.equal(output, plain)

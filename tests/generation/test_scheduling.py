@@ -663,12 +663,16 @@ def test_drafter_that_becomes_good_is_found_again():
     assert rate < 0.75
 
 
-def test_one_slow_round_does_not_stop_drafts():
-    gate = DraftingGate()
-    gate.record_drafted(4.0, 1, 500.0, 1.0)
-    assert gate.is_open
-    gate.record_drafted(4.0, 1, 500.0, 1.0)
-    assert not gate.is_open
+def test_many_requests_tell_sooner():
+    def rounds_until_closed(requests: int) -> int:
+        gate = DraftingGate()
+        rounds = 0
+        while gate.is_open:
+            gate.record_drafted(requests, requests, 1.5, 1.0)
+            rounds += 1
+        return rounds
+
+    assert [rounds_until_closed(requests) for requests in (1, 9, 36)] == [6, 2, 1]
 
 
 # --- Errors ---

@@ -39,7 +39,7 @@ def main() -> None:
         optim="sgd",
         save_strategy="no",
         use_cpu=True,
-        loss_chunk_size=12,
+        loss_memory=0.02,  # 10 slots
         ddp_backend="gloo" if processes > 1 else None,
     )
     train_drafter(target, Dataset.from_list(rows), drafter, args, eval_data=Dataset.from_list(rows[:8]))

@@ -117,7 +117,7 @@ def test_saved_drafter_and_summary(target: PreTrainedModel, dataset: Dataset, tm
     drafter = make_drafter(target)
     drafter.copy_target_embeddings()
     embeddings = drafter.embed_tokens.weight.clone()
-    args = make_args(tmp_path, max_steps=3, loss_chunk_size=8)
+    args = make_args(tmp_path, max_steps=3, loss_memory=0.015)
     train_drafter(target, dataset, drafter, args, eval_data=dataset.select(range(4)))
     assert torch.equal(drafter.embed_tokens.weight, embeddings), "the drafter's own embeddings stay frozen"
     loaded = DSparkDrafter.from_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from .errors import user_errors
 FLAGS = {
     "block_size": "--block-size",
     "ce_weight": "--ce-weight",
+    "draft_vocab_size": "--draft-vocab-size",
     "enable_thinking": "--thinking/--no-thinking",
     "gradient_accumulation_steps": "--gradient-accumulation",
     "learning_rate": "--learning-rate",
@@ -67,6 +68,9 @@ def train(
         str | None,
         typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. [default: spread]"),
     ] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Predict only so many tokens, the most frequent of the data. [default: all]")
+    ] = None,
     mask_token_id: Annotated[
         int | None, typer.Option(help="Token for undecided slots, one that text never contains. [default: found]")
     ] = None,
@@ -105,7 +109,13 @@ def train(
 
     from ..factory import AutoDrafter, get_drafter
     from ..models import DSparkConfig
-    from ..training import DSparkTrainingArguments, find_checkpoint, load_target, train_drafter
+    from ..training import (
+        DSparkTrainingArguments,
+        choose_draft_tokens,
+        find_checkpoint,
+        load_target,
+        train_drafter,
+    )
 
     with user_errors(**FLAGS):
         _check_file("--data", data)
@@ -140,6 +150,7 @@ def train(
             enable_confidence_head=confidence,
             target_layer_ids=_layers(target_layers),
             mask_token_id=mask_token_id,
+            draft_vocab_size=draft_vocab_size,
         )
     start = checkpoint or warm_start
     with user_errors(pretrained_model_name_or_path="--resume" if checkpoint else "--warm-start"):
@@ -147,8 +158,13 @@ def train(
     with user_errors(**FLAGS):
         model, tokenizer = load_target(target)
         if drafter is None:
+            draft_tokens = None
+            if draft_vocab_size is not None:
+                draft_tokens = choose_draft_tokens(
+                    model, data, draft_vocab_size, args, tokenizer=tokenizer, split_long=split_long
+                )
             set_seed(seed)
-            drafter = get_drafter(model, config, tokenizer=tokenizer)
+            drafter = get_drafter(model, config, tokenizer=tokenizer, draft_tokens=draft_tokens)
     with user_errors(**FLAGS):
         train_drafter(
             model,

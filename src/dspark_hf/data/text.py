@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,35 @@ def _lines(path: str, stamp: str = "") -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield {"number": number, "line": line}
+
+
+def frequent_tokens(dataset: Dataset, count: int, vocab_size: int, always: Iterable[int] = ()) -> list[int]:
+    """The tokens that are trained on most often, in rising order.
+
+    Where fewer occur than are asked for the lowest others fill up, as the padding of a vocabulary is at its end.
+
+    Args:
+        dataset: from `prepare_dataset`.
+        count: how many.
+        vocab_size: size of the target's vocabulary.
+        always: tokens that are among them however rare they are, such as the ends of a sequence.
+
+    Raises:
+        ValueError: if there are not so many tokens, or more that are always wanted.
+    """
+    wanted = sorted(set(always))
+    if not max(1, len(wanted)) <= count <= vocab_size:
+        raise ValueError(
+            f"`draft_vocab_size` is {count}; it must be from {max(1, len(wanted))} (the ends of a sequence) to "
+            f"{vocab_size}, the target's vocabulary."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for batch in dataset.iter(batch_size=1024):
+        ids, mask = (torch.tensor(list(chain.from_iterable(batch[name]))) for name in ("input_ids", "loss_mask"))
+        counts += ids[mask.bool()].bincount(minlength=vocab_size)
+    counts[wanted] = torch.iinfo(torch.long).max
+    chosen: list[int] = counts.argsort(descending=True, stable=True)[:count].sort().values.tolist()
+    return chosen
 
 
 # --- one row ---------------------------------------------------------------------------------------------------------
@@ -431,6 +461,7 @@ __all__ = [
     "BadRow",
     "DataReport",
     "DrafterCollator",
+    "frequent_tokens",
     "generation_prompt",
     "prepare_dataset",
     "template_options",

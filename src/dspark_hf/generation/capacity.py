@@ -155,6 +155,11 @@ class CapacityProfile:
             return 0.0
         return float(np.interp(count, self.draft.counts, self._at(self._draft_seconds, rows, context)))
 
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """Numbers of drafted tokens that were measured: 1 and the drafter's γ; none without a drafter."""
+        return self.draft.counts if self.draft is not None else ()
+
     def _at(self, table: Floats, rows: int, context: int) -> Floats:
         """`table (contexts, rows, n)` at one context and number of rows: `(n,)`."""
         if rows < 1:

@@ -182,6 +182,8 @@ class DecodingLoop:
         self.settings, self.scheduler = settings, scheduler
         self.device = rows.device
         self.keeps_confidences = drafter is not None and drafter.record_confidence
+        # Elsewhere the host would have to wait for the device at every token.
+        self.may_stop_drafts = rows.device.type == "cpu" and not self.keeps_confidences
         wants_confidences = settings.is_limited or scheduler.needs_confidences or self.keeps_confidences
         self.drafts = (
             NoDrafts(self.device, settings.do_sample)
@@ -275,7 +277,12 @@ class DecodingLoop:
         if not has_room or not self.scheduler.wants_draft(self.active, context):
             nothing = [0] * len(self.active)
             return self.drafts.nothing(len(self.active)), nothing, [[] for _ in self.active]
-        draft = self.drafts.draft(self.active, self.rows.last_ids(self.active), self.settings.num_draft_tokens)
+        draft = self.drafts.draft(
+            self.active,
+            self.rows.last_ids(self.active),
+            self.settings.num_draft_tokens,
+            self.scheduler.goes_on(self.active, context) if self.may_stop_drafts else None,
+        )
         proposed = self._confident_lengths(draft)
         tokens = draft.ids.tolist()
         limits = [

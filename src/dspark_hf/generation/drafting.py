@@ -6,6 +6,7 @@ captured layers, `d` the hidden size, `vocab`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,10 @@ from .verification import sample
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+GoesOn = Callable[[torch.Tensor], bool]
+"""Says, given confidences `(batch, k)`, whether the k-th token is worth drafting."""
 
 
 @dataclass
@@ -67,8 +72,19 @@ class NoDrafts:
     def join(self, other: Self) -> None:
         """Takes in the rows of a session that has not drafted yet, after its own."""
 
-    def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
-        """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`."""
+    def draft(
+        self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
+    ) -> Proposal:
+        """Drafts `count` tokens for each of the `active` rows, whose last tokens are `anchor_ids (batch,)`.
+
+        Args:
+            active: the rows.
+            anchor_ids: see above.
+            count: most tokens to draft, at least 1.
+            goes_on: is given the confidences `(batch, k)` of the tokens drafted so far and of the next one before
+                that is drawn, and says whether to draw it; asked from the second token on. The drafter must have a
+                confidence head.
+        """
         return self.nothing(len(active))
 
     def nothing(self, batch: int) -> Proposal:
@@ -138,12 +154,18 @@ class DraftSession(NoDrafts):
         columns = _text_columns(positions)
         return states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])), positions.gather(1, columns)
 
-    def draft(self, active: list[int], anchor_ids: torch.Tensor, count: int) -> Proposal:
+    def draft(
+        self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
+    ) -> Proposal:
         hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
         ids, probs, state = [anchor_ids.to(hidden.device)], [], None
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         for position in range(count):
+            if goes_on is not None and position:
+                so_far = self._confidences(hidden[:, : position + 1], torch.stack(ids, dim=1), probs)[1]
+                if not goes_on(so_far):
+                    break
             logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
             if position and self.processors.needs_ids:
                 for draft, token in zip(drafts, ids[-1].tolist(), strict=True):
@@ -155,19 +177,23 @@ class DraftSession(NoDrafts):
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
         if self.wants_confidences:
-            self._add_confidences(proposal, hidden[:, :count], path[:, :-1], probs)
+            drafted = len(ids) - 1
+            proposal.confidence_logits, proposal.confidences = self._confidences(
+                hidden[:, :drafted], path[:, :-1], probs
+            )
         return proposal
 
-    def _add_confidences(
-        self, proposal: Proposal, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
-    ) -> None:
+    def _confidences(
+        self, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Raw logits, `None` without a head, and confidences on the CPU, both `(batch, k)`; see `Proposal`."""
         logits = self.drafter.confidence_logits(hidden, previous_ids)
         confidences = (
             torch.stack([each.amax(dim=-1) for each in probs], dim=1)
             if logits is None
             else self.drafter.confidence_probs(logits)
         )
-        proposal.confidence_logits, proposal.confidences = logits, confidences.nan_to_num().cpu()
+        return logits, confidences.nan_to_num().cpu()
 
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
@@ -199,8 +225,11 @@ class DraftSession(NoDrafts):
         self, active: list[int], drafts: list[list[int]], logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Next ids `(batch,)` and the distribution `(batch, vocab)` that they come from, `None` if nobody needs it."""
-        scores = logits.to(torch.float32, copy=True)[:, None]
-        scores = self.processors.process(active, drafts, len(drafts[0]), scores).squeeze(1)
+        own = self.drafter.over_vocabulary(logits.float())
+        scores = self.processors.process(active, drafts, len(drafts[0]), own[:, None].clone()).squeeze(1)
+        if self.drafter.d2t is not None:
+            # Processors may leave nothing of the draft vocabulary, or not bear -inf: any draft will do then.
+            scores = scores.where(scores.amax(dim=-1, keepdim=True).isfinite(), own)
         needs_probs = self.do_sample or (self.wants_confidences and self.drafter.confidence_head is None)
         probs = torch.softmax(scores, dim=-1) if needs_probs else None
         if probs is None or not self.do_sample:

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from .. import _compat
-from ..models import DSparkDrafter
+from ..models import DSparkDrafter, without_adapters
 from .decoding import check_beams, speculative_decode
 from .schedulers import Scheduler
 from .settings import GENERATION_OPTIONS
@@ -83,7 +83,8 @@ def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> DSparkD
         or getattr(generation_config, "prompt_lookup_num_tokens", None) is not None
         or bool(getattr(generation_config, "use_mtp", False))
     )
-    return assistant if isinstance(assistant, DSparkDrafter) and not other else None
+    drafter = without_adapters(assistant)
+    return drafter if isinstance(drafter, DSparkDrafter) and not other else None
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +145,7 @@ def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | Gene
     Raises:
         TypeError: if `drafter` is not a drafter.
     """
+    drafter = without_adapters(drafter)
     if not isinstance(drafter, DSparkDrafter):
         raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a `DSparkDrafter`.")
 

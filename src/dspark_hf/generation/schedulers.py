@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from ..models import DSparkDrafter
 from .capacity import CapacityProfile, find_profile
+from .drafting import GoesOn
 from .scheduling import (
     CapacityCurve,
     DraftingGate,
@@ -49,6 +51,10 @@ class Scheduler:
     def wants_draft(self, rows: Sequence[int], context: int) -> bool:
         """Whether the next round drafts; `rows` are the ids of its rows, `context` the longest text among them."""
         return True
+
+    def goes_on(self, rows: Sequence[int], context: int) -> GoesOn | None:
+        """What says during a draft whether to draft a further token; `None` for all. Where it is not asked all are."""
+        return None
 
     def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
         """Tokens of each row's draft to verify.
@@ -145,6 +151,9 @@ class _Profiled(Scheduler):
 class Hardware(_Profiled):
     """Verifies a column while it is expected to bring more tokens than its time is worth (`schedule_columns`).
 
+    Drafting a token costs time as well, so a draft ends, too, where the next one would not be worth drafting and
+    verifying; like the choice of columns, this looks at its confidence before it is drawn.
+
     What time is worth, tokens per second, is what the rounds before have brought, and at least what plain decoding
     brings. So it is fixed before a draft, like the budget of the asynchronous scheduler in section 5.2 of the paper,
     and a jagged curve cannot hold the choice at 0.
@@ -165,6 +174,20 @@ class Hardware(_Profiled):
     def speed(self) -> float:
         """Tokens per second of late, in those of plain decoding; at least 1."""
         return max(1.0, self._brought / self._took)
+
+    def goes_on(self, rows: Sequence[int], context: int) -> GoesOn | None:
+        counts = self.profile.draft_counts
+        if len(counts) == 1:
+            return None
+        drafting = self.draft_seconds(len(rows), context, counts[-1]) - self.draft_seconds(len(rows), context, 1)
+        step = drafting / (counts[-1] - 1) * len(rows) / float(self.curve(len(rows), context).seconds_for(len(rows)))
+        # The costs of a whole draft, as the columns to come may make this one cheaper.
+        costs = self.speed * (self._column_costs(len(rows), context, counts[-1]) + max(0.0, step))
+
+        def goes_on(confidences: torch.Tensor) -> bool:
+            return bool(confidences.double().prod(dim=1).sum() > costs[confidences.shape[1] - 1])
+
+        return goes_on
 
     def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
         survivals = survival(confidences, limits)

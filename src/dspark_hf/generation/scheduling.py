@@ -371,8 +371,8 @@ class DraftingGate:
     must still reach the drafter's context.
 
     Attributes:
-        allowance: what drafting may lose at the start.
-        probe_allowance: what each later trial may lose.
+        allowance: what drafting may lose at the start, for one request; less by the root of their number for more.
+        probe_allowance: what each later trial may lose, likewise.
         bank: most that the account holds.
         first_gap: rounds without drafts after the first failure.
         max_gap: longest gap, unless `max_overhead` asks for more.
@@ -384,10 +384,9 @@ class DraftingGate:
     bank: float = 12.0
     first_gap: int = 32
     max_gap: int = 256
-    max_overhead: float = 0.03
+    max_overhead: float = 0.02
     _balance: float = field(default=0.0, init=False, repr=False)
     _net: float = field(default=0.0, init=False, repr=False)
-    _forgiven: bool = field(default=False, init=False, repr=False)
     _next_gap: int = field(default=0, init=False, repr=False)
     _wait: int = field(default=0, init=False, repr=False)
 
@@ -421,21 +420,15 @@ class DraftingGate:
             raise ValueError(
                 f"Not a round: {tokens} tokens of {requests} requests in {seconds} seconds, plainly {plain_seconds}."
             )
-        limit = self.probe_allowance if self._next_gap else self.allowance
+        # A mean over many requests tells as much as many rounds of one.
+        limit = (self.probe_allowance if self._next_gap else self.allowance) / math.sqrt(requests)
         gain = tokens / requests - seconds / plain_seconds
         self._net += gain
-        self._balance = min(self.bank, self._balance + self._charged(gain, limit))
+        self._balance = min(self.bank, self._balance + gain)
         if self._balance <= -limit:
             self._close()
         elif self._balance == self.bank and self._next_gap:
             self._next_gap = self.first_gap
-
-    def _charged(self, gain: float, limit: float) -> float:
-        """What a round adds to the account. The first very slow one may have another cause and is charged in part."""
-        if gain < -limit / 2 and not self._forgiven:
-            self._forgiven = True
-            return -limit / 2
-        return gain
 
     def _close(self) -> None:
         repaid = math.ceil(-self._net / self.max_overhead) if self._next_gap else 0
@@ -443,7 +436,6 @@ class DraftingGate:
         self._wait = max(gap, repaid)
         self._next_gap = min(2 * gap, self.max_gap)
         self._balance = self._net = 0.0
-        self._forgiven = False
 
 
 def _ranked(survivals: Floats) -> tuple[Floats, Lengths]:

@@ -15,6 +15,7 @@ MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 _LEAST = {
     "vocab_size": 1,
+    "draft_vocab_size": 1,
     "hidden_size": 1,
     "intermediate_size": 1,
     "num_hidden_layers": 1,
@@ -165,6 +166,11 @@ class DSparkConfig(PreTrainedConfig):
         metadata={"help": "Use the target's embeddings and LM head in place of copies kept in the drafter."},
     )
 
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Predict this many of the target's tokens, its frequent ones; all of them if unset."},
+    )
+
     # --- heads -----------------------------------------------------------------------------------------------
     markov_rank: int = field(default=256, metadata={"help": "Rank r of the sequential head; 0 for none (DFlash)."})
     markov_head_type: str = field(default="vanilla", metadata={"help": "`vanilla`, `gated` or `rnn`."})
@@ -230,6 +236,11 @@ class DSparkConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens."
                 )
+        if self.vocab_size is not None and (self.draft_vocab_size or 0) > self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, more than the vocabulary of {self.vocab_size} "
+                "tokens; give fewer, or leave it unset for all of them."
+            )
 
     def _check_heads(self) -> None:
         heads, shared = self.num_attention_heads, self.num_key_value_heads
@@ -294,6 +305,11 @@ class DSparkConfig(PreTrainedConfig):
                 f"`target_layer_ids` is {layers}, out of range for a target of {self.num_target_layers} layers: "
                 f"use -1 (the embedding output) or 0{top}."
             )
+
+    @property
+    def predicted_vocab_size(self) -> int:
+        """Number of tokens that the drafter can predict."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     def missing_fields(self) -> list[str]:
         """Names of fields that a model cannot be built without and that are still unset."""

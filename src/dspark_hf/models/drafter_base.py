@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .configuration_dspark import DSparkConfig
+from .vocabulary import HeadRows, check_tables, make_tables
 
 
 class Drafter(PreTrainedModel):
@@ -22,7 +24,13 @@ class Drafter(PreTrainedModel):
     embeddings and no LM head of its own: `bind_target` lends it the target's, and `generate` and the trainer do this
     for the user. A drafter with `config.share_target_embeddings = False` holds copies in `embed_tokens` and `lm_head`.
 
+    With `config.draft_vocab_size` it predicts only so many of the target's tokens, its draft vocabulary, and the LM
+    head is reduced to these: to rows of the target's, which are not saved, or to an `lm_head` of that size.
+
     Attributes:
+        d2t: `(draft_vocab,)`, draft index i stands for the target's token `i + d2t[i]`; `None` without a draft
+            vocabulary of its own.
+        t2d: `(vocab,)`, boolean, true for tokens of the draft vocabulary; `None` like `d2t`.
         last_stats: statistics of the last `generate` call that this drafter served, `None` before the first.
         record_confidence: whether these statistics hold the confidence logits of each round, for calibration.
     """
@@ -33,6 +41,8 @@ class Drafter(PreTrainedModel):
     main_input_name = "input_ids"
     _supports_sdpa = True
     _supports_attention_backend = True
+    d2t: torch.Tensor | None
+    t2d: torch.Tensor | None
 
     def __init__(self, config: DSparkConfig) -> None:
         missing = config.missing_fields()
@@ -47,6 +57,11 @@ class Drafter(PreTrainedModel):
         self._target_modules: tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None = None
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
+        self._head_rows = HeadRows()
+        # The first tokens, until `set_draft_tokens` or a checkpoint says which.
+        size = config.draft_vocab_size
+        self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
+        self.register_buffer("t2d", None if size is None else torch.arange(config.vocab_size) < size)
         if not config.share_target_embeddings:
             self._make_own_embeddings()
 
@@ -99,7 +114,7 @@ class Drafter(PreTrainedModel):
 
     def _make_own_embeddings(self) -> None:
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.predicted_vocab_size, bias=False)
 
     def _shared_module(self, index: int) -> nn.Module:
         module = self._target_modules[index]() if self._target_modules is not None else None
@@ -138,8 +153,21 @@ class Drafter(PreTrainedModel):
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Base logits `U`: `hidden (..., d)`, after the final norm, to `(..., vocab)` with the final soft cap."""
-        head = self.lm_head if self.lm_head is not None else self._shared_module(1)
+        """Base logits `U`, soft-capped: `hidden (..., d)`, after the final norm, to `(..., draft_vocab)`."""
+        if self.lm_head is not None:
+            return self._logits(self.lm_head, hidden)
+        head = self._shared_module(1)
+        if self.d2t is None:
+            return self._logits(head, hidden)
+        rows = self._head_rows.of(head, self.d2t)
+        return self._logits(head, hidden)[..., self.draft_ids] if rows is None else self._logits(rows, hidden)
+
+    def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits: its last states `(..., d)`, after the final norm, to `(..., vocab)`, soft-capped."""
+        is_whole = self.lm_head is not None and self.d2t is None
+        return self._logits(self.lm_head if is_whole else self._shared_module(1), hidden)
+
+    def _logits(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         weight: Any = getattr(head, "weight", hidden)
         device = hidden.device if weight.is_meta else weight.device
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
@@ -165,6 +193,8 @@ class Drafter(PreTrainedModel):
                 "its target instead of copying the target's embeddings."
             )
         state = [self._plain_weight(index) for index in (0, 1)]
+        if self.d2t is not None:
+            state[1] = state[1][self.draft_ids.to(state[1].device)]
         device, dtype = self.device, self.dtype
         self._make_own_embeddings()
         for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=True):
@@ -185,6 +215,33 @@ class Drafter(PreTrainedModel):
             )
         return weight
 
+    # --- draft vocabulary ------------------------------------------------------------------------------------
+
+    def set_draft_tokens(self, token_ids: Iterable[int]) -> None:
+        """Makes the target's tokens `token_ids` the draft vocabulary, in rising order whatever theirs.
+
+        For a new drafter: the heads of a trained one belong to the tokens that it was trained with.
+
+        Raises:
+            ValueError: if there are not `config.draft_vocab_size` different ones, or some are no tokens.
+        """
+        d2t, t2d = make_tables(token_ids, self.config.draft_vocab_size, self.config.vocab_size)
+        self.d2t, self.t2d = d2t.to(self.device), t2d.to(self.device)
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """The target's tokens `(draft_vocab,)` by draft index."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.device)
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(..., draft_vocab)` to `(..., vocab)`: -inf for tokens that are not in the draft vocabulary."""
+        if self.d2t is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everything.index_copy(-1, self.draft_ids.to(logits.device), logits)
+
     # --- loading ---------------------------------------------------------------------------------------------
 
     @classmethod
@@ -194,8 +251,9 @@ class Drafter(PreTrainedModel):
         """Loads a drafter as `PreTrainedModel.from_pretrained` does, but refuses an incomplete checkpoint.
 
         Raises:
-            OSError: if weights are missing, of another shape, or unreadable. A drafter with fresh random weights
-                would still give the target's text, only slower, and nobody would notice.
+            OSError: if weights are missing, of another shape, or unreadable, or the tables of a draft vocabulary
+                contradict each other. A drafter with fresh random weights would still give the target's text, only
+                slower, and nobody would notice.
             TypeError: if a field of the config has a value of another type.
             ValueError: if the config is that of another model, or describes no drafter.
         """
@@ -218,8 +276,16 @@ class Drafter(PreTrainedModel):
                 f"asks for are missing or of another shape, among them {wrong[:5]}. Check that config.json and the "
                 "weights belong together."
             )
+        if model.d2t is not None:
+            check_tables(model.d2t, model.t2d, str(pretrained_model_name_or_path))
         model.eval()
         return (model, info) if wants_info else model
+
+
+def without_adapters(model: Any) -> Any:
+    """The model inside a `peft.PeftModel`, whose layers have the adapters built in; any other model as it is."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
 
 
 def _name(target: PreTrainedModel) -> str:
@@ -227,4 +293,4 @@ def _name(target: PreTrainedModel) -> str:
     return repr(target.config.name_or_path or type(target).__name__)
 
 
-__all__ = ["Drafter"]
+__all__ = ["Drafter", "without_adapters"]

@@ -1,8 +1,8 @@
 """The sequential heads (equations 4 to 6 of the DSpark paper) and the confidence head (equation 7).
 
 Shape symbols: `...` any leading shape, `block` the drafted positions, `d` the hidden size, `r` the Markov rank and
-`vocab` the vocabulary. A sequential head turns the token before each position into a bias on that position's base
-logits, so `p_k(v) ∝ exp(U_k(v) + B_k(v))`.
+`vocab` the tokens that the drafter predicts. A sequential head turns the token before each position, which may be any
+of the target's, into a bias on that position's base logits, so `p_k(v) ∝ exp(U_k(v) + B_k(v))`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.predicted_vocab_size, bias=False)
 
     def embed(self, previous_ids: torch.Tensor) -> torch.Tensor:
         """Markov embeddings `W_1[x_{k-1}]`: `(...)` token ids to `(..., r)`."""

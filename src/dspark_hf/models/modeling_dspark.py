@@ -1,7 +1,8 @@
 """The DSpark drafter: parallel backbone, sequential head, confidence head.
 
 Shape symbols: `batch`, `block` tokens being drafted, `new` context positions given in this call, `m` captured target
-layers, `d` the hidden size, `vocab` the vocabulary.
+layers, `d` the hidden size, `vocab` the tokens that the drafter predicts (the draft vocabulary, by default all of the
+target's).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from ..conversion.loading import check_output
+from .losses import LOSS_MEMORY
 
 _LEAST = {
     "num_anchors": 1,
@@ -16,7 +17,6 @@ _LEAST = {
     "tv_weight": 0,
     "confidence_weight": 0,
     "loss_decay": 0,
-    "loss_chunk_size": 1,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -51,11 +51,11 @@ class DSparkTrainingArguments(TrainingArguments):
         default=4.0,
         metadata={"help": "γ_decay: position k of a block weighs exp(-(k-1)/γ_decay); 0 weighs all positions alike."},
     )
-    loss_chunk_size: int | None = field(
-        default=None,
+    loss_memory: float = field(
+        default=LOSS_MEMORY,
         metadata={
-            "help": "Positions whose draft and target logits are held at once. A smaller number saves memory and "
-            "costs one more LM head pass; by default about 1 GB of float32 per tensor of logits."
+            "help": "MiB for draft and target logits and what is computed from them, which exist for a chunk of "
+            "positions at a time; less than one position needs means one position. Gradients of the heads come on top."
         },
     )
 
@@ -86,6 +86,7 @@ class DSparkTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {value}; it must be at least {least}.")
         positive = {
             "learning_rate": True,
+            "loss_memory": True,
             "num_train_epochs": self.max_steps == -1,
             "logging_steps": self.logging_strategy == "steps",
             "save_steps": self.save_strategy == "steps",

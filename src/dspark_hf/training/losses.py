@@ -7,23 +7,35 @@ For each slot k of a block, with draft distribution `p^d_k` and target distribut
 each averaged with weights `w_k = exp(-(k-1)/γ_decay)` over all slots that count, of all processes and of all batches
 that make one optimiser step. The label of the confidence is detached.
 
-Shape symbols: `...` any leading shape, `n` blocks, `block` the block size, `d` the hidden size and
-`vocab` the vocabulary.
+A drafter with a vocabulary of its own gives every other token the probability 0. The target's probabilities are those
+over its whole vocabulary, so that `1 - ½‖p^d_k - p^t_k‖_1 = Σ_v min(p^d_k(v), p^t_k(v))` stays the chance that a
+drafted token is accepted. A slot whose token the drafter cannot predict has no cross entropy.
+
+Logits are large, so they exist for a chunk of slots at a time: the gradients of the first two terms are formed next to
+their values, in the forward pass, and the backward pass only scales them. Nothing is computed twice.
+
+Shape symbols: `...` any leading shape, `n` blocks, `block` the block size, `slots` the slots that count, `d` the
+hidden size, `r` the Markov rank, `vocab` the target's vocabulary, `draft_vocab` the tokens that the drafter predicts.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from ..models import DSparkDrafter
 
-# Where no chunk size is given, a tensor of logits has at most this many elements: 1 GB in float32.
-MAX_LOGITS = 2**28
+# MiB for logits and what is computed from them, where nothing else is said.
+LOSS_MEMORY = 512.0
+# Of a slot as many float32 vectors over the vocabulary live at once: draft and target logits and probabilities, and
+# one more while a soft cap is applied or a sum is taken.
+VECTORS_PER_SLOT = 5
 # Keeps a batch without any slot that counts at a loss of 0.
 EPSILON = 1e-6
 
@@ -41,12 +53,29 @@ class LossWeights:
 
 
 @dataclass
+class Comparison:
+    """Draft and target distributions, compared at each slot.
+
+    Args:
+        loss: `Σ_k w_k (α_ce CE_k + α_tv ‖p^d_k - p^t_k‖_1)`, a scalar; gradients flow through it alone.
+        ce: `(..., block)`, cross entropies, 0 where the drafter cannot predict the token; detached.
+        distance: `(..., block)`, L1 distances; detached.
+
+    Slots that do not count hold zeros.
+    """
+
+    loss: torch.Tensor
+    ce: torch.Tensor
+    distance: torch.Tensor
+
+
+@dataclass
 class DSparkLoss:
     """Loss of a batch.
 
     Args:
         loss: the scalar to call `backward` on; multiplied by the number of processes, whose gradients are averaged.
-        terms: `ce_loss_num`, `ce_loss_den` and the like, numerators and denominators of this batch.
+        terms: `ce_loss_num`, `ce_loss_den` and the like, detached numerators and denominators of this batch.
         sums: detached numerator and denominator of every metric, to be added up over batches and processes.
     """
 
@@ -63,26 +92,48 @@ class DSparkLoss:
 # --- per slot --------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def compare_distributions(
-    draft_logits: torch.Tensor, target_logits: torch.Tensor, labels: torch.Tensor, tv_gradient: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy to `labels (...)` and L1 distance of two distributions given as logits `(..., vocab)`.
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    labels: torch.Tensor,
+    draft_ids: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cross entropy and L1 distance of distributions given as logits, and their gradient.
+
+    With draft probabilities q, target probabilities p, label y and weights a, b of the two, the gradient of
+    `a CE + b ‖q - p‖_1` to the draft logits is `a (q - 1_y) + b q ⊙ (s - <s, q>)` where `s = sign(q - p)`.
 
     Args:
-        draft_logits: the drafter's.
-        target_logits: the target's; no gradient flows into them.
-        labels: the token after each slot.
-        tv_gradient: whether the distance is trained on, not only measured.
+        draft_logits: `(..., draft_vocab)`.
+        target_logits: `(..., vocab)`.
+        labels: `(...)`, the token after each slot, as a draft index.
+        draft_ids: `(draft_vocab,)`, the target's tokens by draft index; `None` where they are the same.
+        weights: `(2, ...)`, `a` and `b`; `None` if no gradient is wanted.
 
     Returns:
-        Two float32 tensors `(...)`.
+        Float32 cross entropies `(...)` and distances `(...)`, and the gradient `(..., draft_vocab)` or `None`.
     """
-    draft = torch.log_softmax(draft_logits.float(), dim=-1)
-    ce = -draft.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    if not tv_gradient:
-        draft = draft.detach()
-    target = torch.softmax(target_logits.detach().float(), dim=-1)
-    return ce, (draft.exp() - target).abs().sum(dim=-1)
+    labels = labels.unsqueeze(-1)
+    # Each of these is as large as the logits, so they are written over as soon as they have served.
+    log_q = torch.log_softmax(draft_logits.float(), dim=-1)
+    ce = -log_q.gather(-1, labels).squeeze(-1)
+    q = log_q.exp_()
+    p = torch.softmax(target_logits.float(), dim=-1)
+    del target_logits
+    outside: torch.Tensor | float = 0.0
+    if draft_ids is not None:
+        p = p[..., draft_ids]
+        outside = (1 - p.sum(dim=-1)).clamp(min=0)
+    difference = p.sub_(q)
+    distance = difference.abs().sum(dim=-1) + outside
+    if weights is None:
+        return ce, distance, None
+    a, b = weights.unsqueeze(-1)
+    minus_sq = difference.sign_().mul_(q)
+    gradient = q.mul_(a + b * minus_sq.sum(dim=-1, keepdim=True)).addcmul_(minus_sq, b, value=-1)
+    return ce, distance, gradient.scatter_add_(-1, labels, -a).to(draft_logits.dtype)
 
 
 def compare_blocks(
@@ -91,13 +142,13 @@ def compare_blocks(
     previous_ids: torch.Tensor,
     target_hidden: torch.Tensor,
     labels: torch.Tensor,
-    tv_gradient: bool = True,
+    eval_mask: torch.Tensor,
+    weights: LossWeights,
     chunk_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy and L1 distance of every slot, with only a chunk of the logits in memory.
+) -> Comparison:
+    """Compares drafter and target at every slot that counts, with the logits of only a chunk of slots in memory.
 
-    Logits of a chunk are dropped after the forward pass and computed again in the backward pass; one chunk that takes
-    all blocks keeps them.
+    The drafter is trained, with an LM head of its own if that requires gradients; the target never is.
 
     Args:
         drafter: bound to its target.
@@ -105,31 +156,149 @@ def compare_blocks(
         previous_ids: `(n, block)`, tokens before each slot.
         target_hidden: `(n, block, d)`, the target's final states, after its norm, at each slot's position.
         labels: `(n, block)`, tokens after each slot.
-        tv_gradient: see `compare_distributions`.
-        chunk_size: slots per chunk, by default as many as keep the logits below `MAX_LOGITS`.
+        eval_mask: `(n, block)`, the slots that count.
+        weights: weights of the loss.
+        chunk_size: slots per chunk, by default as many as fit in `LOSS_MEMORY`.
+    """
+    config: Any = drafter.config  # of a built drafter, so no field is unset
+    head, places = drafter.markov_head, eval_mask.nonzero(as_tuple=True)
+    inputs = [hidden[places]]
+    if head is not None:
+        # A recurrent head goes through whole blocks; its features are small, what they are projected to is not.
+        inputs.append(head.features(head.embed(previous_ids), hidden)[places])
+    indices, is_known = _draft_indices(drafter, labels[places])
+    slots = slot_weights(eval_mask, weights.decay)[places]
+    chunks = _Chunks(
+        drafter,
+        inputs,
+        target_hidden[places],
+        indices,
+        torch.stack([weights.ce * slots * is_known, weights.tv * slots]),
+        chunk_size or slots_within(LOSS_MEMORY, config.vocab_size),
+    )
+    if torch.is_grad_enabled():
+        loss, terms = _FormedGradients.apply(chunks.score_with_gradients, *inputs, *chunks.parameters)
+    else:
+        loss, terms = chunks.score()
+    ce, distance = terms.new_zeros(2, *eval_mask.shape)
+    ce[places], distance[places] = terms[0] * is_known, terms[1]
+    return Comparison(loss, ce, distance)
 
-    Returns:
-        Two float32 tensors `(n, block)`.
+
+def slots_within(memory: float, vocab_size: int) -> int:
+    """Slots, at least one, whose logits and what is computed from them take `memory` MiB."""
+    return max(1, int(memory * 2**20 / (VECTORS_PER_SLOT * 4 * vocab_size)))
+
+
+def _draft_indices(drafter: DSparkDrafter, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft indices `(slots,)` of `labels (slots,)`, and whether they have one; any index if not."""
+    if drafter.d2t is None:
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+    ids = drafter.draft_ids
+    indices = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    return indices, ids[indices] == labels
+
+
+@dataclass
+class _Chunks:
+    """The slots that count, scored chunk by chunk.
+
+    Args:
+        drafter: bound to its target.
+        inputs: hidden states `(slots, d)` and, with a sequential head, its features `(slots, r)`.
+        target_hidden: `(slots, d)`.
+        labels: `(slots,)`, draft indices.
+        weights: `(2, slots)`, those of cross entropy and distance.
+        size: slots per chunk, at most.
     """
 
-    def compare(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, previous_ids, target_hidden, labels = parts
-        draft_logits = drafter.sequential_logits(drafter.project(hidden), hidden, previous_ids)
-        with torch.no_grad():
-            target_logits = drafter.project(target_hidden)
-        return compare_distributions(draft_logits, target_logits, labels, tv_gradient)
+    drafter: DSparkDrafter
+    inputs: list[torch.Tensor]
+    target_hidden: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    size: int
 
-    if chunk_size is None:
-        vocab_size: Any = drafter.config.vocab_size
-        chunk_size = MAX_LOGITS // vocab_size
-    blocks_per_chunk = max(1, chunk_size // hidden.shape[1])
-    inputs = (hidden, previous_ids, target_hidden, labels)
-    if len(hidden) <= blocks_per_chunk:
-        return compare(*inputs)
-    chunks = zip(*(tensor.split(blocks_per_chunk) for tensor in inputs), strict=True)
-    outputs = [checkpoint(compare, *chunk, use_reentrant=False) for chunk in chunks]
-    ce, distance = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return ce, distance
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained of the drafter between `inputs` and its logits."""
+        head = self.drafter.markov_head
+        modules = [self.drafter.lm_head, None if head is None else head.markov_w2]
+        return [each for module in modules if module is not None for each in module.parameters() if each.requires_grad]
+
+    def score(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and cross entropies and distances `(2, slots)`."""
+        terms = torch.zeros_like(self.weights)
+        for rows in self:
+            logits = self._draft_logits(*(tensor[rows] for tensor in self.inputs))
+            terms[0, rows], terms[1, rows], _ = self._compare(logits, rows)
+        return (self.weights * terms).sum(), terms
+
+    def score_with_gradients(self) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+        """The same, and gradients of the loss to `inputs` and `parameters`, like them in shape and dtype."""
+        terms = torch.zeros_like(self.weights)
+        of_inputs = [torch.zeros_like(tensor) for tensor in self.inputs]
+        # Many chunks are added up: too many for half precision.
+        of_parameters = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in self.parameters]
+        for rows in self:
+            self._add_chunk(rows, terms, of_inputs, of_parameters)
+        gradients = [total.to(like.dtype) for total, like in zip(of_parameters, self.parameters, strict=True)]
+        return ((self.weights * terms).sum(), terms), [*of_inputs, *gradients]
+
+    def _add_chunk(
+        self,
+        rows: slice,
+        terms: torch.Tensor,
+        of_inputs: list[torch.Tensor],
+        of_parameters: list[torch.Tensor],
+    ) -> None:
+        """One chunk of `score_with_gradients`; what is large in it ends with this call."""
+        leaves = [tensor[rows].detach().requires_grad_() for tensor in self.inputs]
+        with torch.enable_grad():
+            logits = self._draft_logits(*leaves)
+        terms[0, rows], terms[1, rows], gradient = self._compare(logits.detach(), rows, self.weights[:, rows])
+        parts = torch.autograd.grad(logits, [*leaves, *self.parameters], gradient)
+        for total, part in zip(of_inputs, parts):
+            total[rows] = part
+        for total, part in zip(of_parameters, parts[len(leaves) :], strict=True):
+            total += part
+
+    def __iter__(self) -> Iterator[slice]:
+        """Rows of each chunk; chunks are of about the same size."""
+        count = len(self.labels)
+        step = max(1, math.ceil(count / max(1, math.ceil(count / self.size))))
+        return (slice(start, start + step) for start in range(0, count, step))
+
+    def _draft_logits(self, hidden: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
+        base = self.drafter.project(hidden)
+        head = self.drafter.markov_head
+        return base if head is None else base + head.bias(*features)
+
+    def _compare(self, draft_logits: torch.Tensor, rows: slice, weights: torch.Tensor | None = None) -> Any:
+        draft_ids = None if self.drafter.d2t is None else self.drafter.draft_ids
+        target_hidden = self.target_hidden[rows]
+        # Handed on without a name here, so that the target's logits are dropped as soon as they have served.
+        return compare_distributions(
+            draft_logits, self.drafter.target_logits(target_hidden), self.labels[rows], draft_ids, weights
+        )
+
+
+class _FormedGradients(torch.autograd.Function):
+    """A loss whose gradients are formed together with its value."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Callable[[], Any], *trained: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`score` gives the loss with what was measured, and the loss's gradients to `trained`."""
+        (loss, terms), gradients = score()
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(terms)
+        return loss, terms
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        """Gradients to `trained`, by the chain rule."""
+        return None, *(outer * gradient for gradient in ctx.saved_tensors)
 
 
 # --- sums over slots -------------------------------------------------------------------------------------------------
@@ -161,8 +330,7 @@ def _is_distributed() -> bool:
 
 
 def dspark_loss(
-    ce: torch.Tensor,
-    distance: torch.Tensor,
+    compared: Comparison,
     confidence_logits: torch.Tensor | None,
     eval_mask: torch.Tensor,
     weights: LossWeights,
@@ -172,8 +340,7 @@ def dspark_loss(
     """Loss and metrics from what was compared at each slot.
 
     Args:
-        ce: `(..., block)`, cross entropies.
-        distance: `(..., block)`, L1 distances.
+        compared: cross entropies and distances `(..., block)`, and their part of the loss.
         confidence_logits: `(..., block)`, `None` without a confidence head.
         eval_mask: `(..., block)`, the slots that count.
         weights: weights of the terms.
@@ -185,26 +352,25 @@ def dspark_loss(
     local = slots.sum()
     if total_weight is None:
         total_weight = sum_over_processes(local)
-    accept = (1 - distance.detach() / 2).clamp(0, 1)
-    parts = {"ce_loss": (weights.ce, ce), "l1_loss": (weights.tv, distance)}
-    if weights.tv == 0:
-        del parts["l1_loss"]
+    accept = (1 - compared.distance / 2).clamp(0, 1)
+    loss, nums = compared.loss, {"ce_loss": (compared.ce * slots).sum()}
+    if weights.tv > 0:
+        nums["l1_loss"] = (compared.distance * slots).sum()
     if confidence_logits is not None:
         confidence_logits = confidence_logits.float()
         bce = nn.functional.binary_cross_entropy_with_logits(confidence_logits, accept, reduction="none")
-        parts["confidence_loss"] = (weights.confidence, bce)
-    nums = {name: (values * slots).sum() for name, (_, values) in parts.items()}
+        nums["confidence_loss"] = (bce * slots).sum()
+        loss = loss + weights.confidence * nums["confidence_loss"]
     scale = (processes or world_size()) / (total_weight + EPSILON)
-    weighted = [weight * nums[name] for name, (weight, _) in parts.items()]
     terms = {}
     for name, num in nums.items():
-        terms[f"{name}_num"], terms[f"{name}_den"] = num, local
+        terms[f"{name}_num"], terms[f"{name}_den"] = num.detach(), local
     sums: Sums = {name: (num.detach(), local) for name, num in nums.items()}
-    sums["loss"] = (torch.stack(weighted).sum().detach(), local)
+    sums["loss"] = (loss.detach(), local)
     sums.update(acceptance_sums(accept, eval_mask))
     if confidence_logits is not None:
         sums.update(confidence_sums(confidence_logits.detach().sigmoid(), accept, eval_mask, slots))
-    return DSparkLoss(loss=torch.stack(weighted).sum() * scale, terms=terms, sums=sums)
+    return DSparkLoss(loss=loss * scale, terms=terms, sums=sums)
 
 
 def acceptance_sums(accept: torch.Tensor, eval_mask: torch.Tensor) -> Sums:
@@ -239,6 +405,8 @@ def confidence_sums(
 
 
 __all__ = [
+    "LOSS_MEMORY",
+    "Comparison",
     "DSparkLoss",
     "LossWeights",
     "Sums",
@@ -248,6 +416,7 @@ __all__ = [
     "confidence_sums",
     "dspark_loss",
     "slot_weights",
+    "slots_within",
     "sum_over_processes",
     "world_size",
 ]

@@ -17,8 +17,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.formats import DSPARK, detect_format, read_json
 from ..conversion.loading import check_location, load_language_model, load_tokenizer
-from ..data import DataReport, generation_prompt, prepare_dataset
-from ..models import DSparkDrafter
+from ..data import DataReport, frequent_tokens, generation_prompt, prepare_dataset
+from ..models import DSparkDrafter, without_adapters
 from .arguments import DSparkTrainingArguments
 from .trainer import DSparkTrainer
 
@@ -44,6 +44,70 @@ def load_target(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedModel, 
         return target, None
 
 
+def choose_draft_tokens(
+    target: PreTrainedModel,
+    train_data: Data,
+    draft_vocab_size: int,
+    training_args: DSparkTrainingArguments,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    split_long: bool = False,
+    num_proc: int | None = None,
+) -> list[int]:
+    """The `draft_vocab_size` tokens that occur most often in what `train_data` trains on, and the ends of a sequence.
+
+    They are for `get_drafter(target, DSparkConfig(draft_vocab_size=...), draft_tokens=...)`: a drafter that predicts
+    these tokens only is smaller and faster, and at every other token its proposal ends.
+
+    Args:
+        target: the model to draft for.
+        train_data: see `train_drafter`, as are the other arguments.
+        draft_vocab_size: how many.
+        training_args: how to read the data.
+        tokenizer: the target's.
+        split_long: see above.
+        num_proc: see above.
+
+    Raises:
+        OSError: if the data is not where it should be.
+        ValueError: if no row of the data can be used, or the target's vocabulary has not so many tokens.
+    """
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    with training_args.main_process_first(desc="counting tokens"):
+        dataset, _ = _prepare(train_data, vocab_size, training_args, tokenizer, split_long, num_proc)
+        return frequent_tokens(dataset, draft_vocab_size, vocab_size, always=_end_tokens(target, tokenizer))
+
+
+def _prepare(
+    data: Data,
+    vocab_size: int,
+    training_args: DSparkTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    split_long: bool,
+    num_proc: int | None,
+) -> tuple[Dataset, DataReport]:
+    """`prepare_dataset` as the arguments of a training say."""
+    return prepare_dataset(
+        data,
+        tokenizer,
+        max_length=training_args.max_length,
+        vocab_size=vocab_size,
+        split_long=split_long,
+        enable_thinking=training_args.enable_thinking,
+        num_proc=num_proc,
+    )
+
+
+def _end_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Tokens that end the target's text."""
+    text_config = target.config.get_text_config(decoder=True)
+    ends: set[int] = set()
+    for source in (target.generation_config, target.config, text_config, tokenizer):
+        token = getattr(source, "eos_token_id", None)
+        ends.update(token if isinstance(token, (list, tuple)) else [] if token is None else [token])
+    return ends
+
+
 def train_drafter(
     target: str | os.PathLike[str] | PreTrainedModel,
     train_data: Data,
@@ -64,7 +128,8 @@ def train_drafter(
     Args:
         target: the model to draft for, or its name or path.
         train_data: a JSON Lines file or a `Dataset`; see `dspark_hf.data.prepare_dataset` for the rows.
-        drafter: a drafter from `get_drafter`, or the path of a trained one to go on from.
+        drafter: a drafter from `get_drafter`, the path of a trained one to go on from, or a `peft.PeftModel` around
+            a drafter: then its adapter is trained and saved.
         training_args: how to train, and where to save.
         tokenizer: the target's; loaded with the target if that is given by name.
         eval_data: evaluated as `training_args.eval_strategy` says, and at the end.
@@ -74,7 +139,7 @@ def train_drafter(
         callbacks: more callbacks for the trainer.
 
     Returns:
-        The trained drafter, bound to the target and in evaluation mode. It keeps no reference to the target: hold on
+        The trained `drafter`, bound to the target and in evaluation mode. It keeps no reference to the target: hold on
         to that yourself, or bind the drafter again.
 
     Raises:
@@ -94,7 +159,7 @@ def train_drafter(
     if isinstance(target, (str, os.PathLike)):
         target, loaded = load_target(target)
         tokenizer = tokenizer or loaded
-    if not isinstance(drafter, DSparkDrafter):
+    if not isinstance(without_adapters(drafter), DSparkDrafter):
         check_location(drafter, "`drafter`")
         drafter = DSparkDrafter.from_pretrained(drafter)
     model: Any = drafter
@@ -103,15 +168,7 @@ def train_drafter(
     vocab_size: Any = model.config.vocab_size
 
     def prepare(data: Data) -> tuple[Dataset, DataReport]:
-        return prepare_dataset(
-            data,
-            tokenizer,
-            max_length=training_args.max_length,
-            vocab_size=vocab_size,
-            split_long=split_long,
-            enable_thinking=training_args.enable_thinking,
-            num_proc=num_proc,
-        )
+        return _prepare(data, vocab_size, training_args, tokenizer, split_long, num_proc)
 
     with training_args.main_process_first(desc="tokenising"):
         train_dataset, report = prepare(train_data)
@@ -212,4 +269,4 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-__all__ = ["SUMMARY_FILE", "find_checkpoint", "load_target", "train_drafter"]
+__all__ = ["SUMMARY_FILE", "choose_draft_tokens", "find_checkpoint", "load_target", "train_drafter"]

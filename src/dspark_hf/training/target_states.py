@@ -59,7 +59,7 @@ def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
     states = compute_target_states(target, drafter.config.target_layer_ids, ids, torch.ones_like(ids))
     logits = target(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1].float()
     if states.last.dim() == 3:
-        ours = drafter.project(states.last[:, -1]).float().to(logits.device)
+        ours = drafter.target_logits(states.last[:, -1]).float().to(logits.device)
         tolerance = 1e-3 if target.dtype == torch.float32 else 5e-2
         if (ours - logits).abs().max() <= tolerance * max(1.0, logits.abs().max().item()):
             return

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data import DrafterCollator
-from ..models import DSparkDrafter
+from ..models import DSparkDrafter, without_adapters
 from .anchors import Anchors, block_attention_mask, evaluation_mask, make_blocks, sample_anchors
 from .arguments import DSparkTrainingArguments
 from .losses import (
@@ -23,6 +23,7 @@ from .losses import (
     compare_blocks,
     dspark_loss,
     slot_weights,
+    slots_within,
     sum_over_processes,
     world_size,
 )
@@ -76,7 +77,8 @@ class DSparkTrainer(Trainer):
     evaluation they depend on the row only.
 
     Args:
-        model: the drafter. Its own embeddings and LM head, if it has them, stay as they are.
+        model: the drafter, or a `peft.PeftModel` around it. Its own embeddings and LM head, if it has them, stay as
+            they are.
         target: the model that it will draft for.
         args: training arguments.
         train_dataset: rows with `input_ids` and `loss_mask`, from `dspark_hf.data.prepare_dataset`.
@@ -192,14 +194,15 @@ class DSparkTrainer(Trainer):
                     confidence=self.args.confidence_weight,
                     decay=self.args.loss_decay,
                 ),
-                chunk_size=self.args.loss_chunk_size,
+                chunk_size=slots_within(self.args.loss_memory, config.vocab_size),
                 total_weight=None if total_weight is None else torch.as_tensor(total_weight),
                 processes=processes,
             )
 
     @property
     def _drafter(self) -> DSparkDrafter:
-        return self.accelerator.unwrap_model(self.model)
+        drafter: DSparkDrafter = without_adapters(self.accelerator.unwrap_model(self.model))
+        return drafter
 
     # --- evaluation and logs ---------------------------------------------------------------------------------
 
@@ -286,12 +289,11 @@ def blockwise_loss(
     rows = torch.arange(len(input_ids), device=input_ids.device)[:, None, None]
     target_hidden = states.last[rows, blocks.slots][keep]
     previous_ids, labels, eval_mask = blocks.previous_ids[keep], blocks.labels[keep], blocks.eval_mask[keep]
-    ce, distance = compare_blocks(
-        drafter, hidden, previous_ids, target_hidden, labels, tv_gradient=weights.tv > 0, chunk_size=chunk_size
+    compared = compare_blocks(
+        drafter, hidden, previous_ids, target_hidden, labels, eval_mask, weights, chunk_size=chunk_size
     )
     return dspark_loss(
-        ce,
-        distance,
+        compared,
         drafter.confidence_logits(hidden, previous_ids),
         eval_mask,
         weights,
