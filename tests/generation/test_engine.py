@@ -190,11 +190,11 @@ def test_scheduler_that_never_drafts(target, drafter, expected):
     """States that wait for a draft do not outlive their rows."""
     engine = stepped(target, drafter, dspark_scheduler=Plain())
     widths = []
-    requests = submit_all(engine)
+    requests = [request for _ in range(3) for request in submit_all(engine)]
     while engine.step():
         widths.append(sum(states.shape[1] for states in engine._loop.drafts._new_states))
-    assert results(requests) == expected
-    assert not drafter.seen and max(widths) <= max(map(len, PROMPTS)) + max(NEW_TOKENS) + len(PROMPTS)
+    assert results(requests) == 3 * expected
+    assert not drafter.seen and max(widths) <= max(map(len, PROMPTS)) + 2 * max(NEW_TOKENS)
 
 
 def test_drafting_after_a_pause(target, drafter, texts, expected):

@@ -24,6 +24,7 @@ TESTED = (1, 2, 3, LENGTH - 1)
 SAMPLES = 700
 BATCH = 100
 TOP_K, TEMPERATURE = 4, 0.5
+DRAFT_TOKENS = [1, 3, 4]
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def laws_of(target, prompt: torch.Tensor) -> list[torch.Tensor]:
     return laws
 
 
-def make_drafter(target, head: str):
+def make_drafter(target, head: str, draft_tokens=None):
     """A drafter with opinions of its own: random weights, large enough to differ clearly from the target."""
     torch.manual_seed(1)
     config = DSparkConfig(
@@ -86,8 +87,9 @@ def make_drafter(target, head: str):
         markov_head_type=head,
         mask_token_id=0,
         initializer_range=0.5,
+        draft_vocab_size=None if draft_tokens is None else len(draft_tokens),
     )
-    drafter = get_drafter(target, config)
+    drafter = get_drafter(target, config, draft_tokens=draft_tokens)
     torch.manual_seed(5)
     torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=1.0)
     torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=2.0)
@@ -155,6 +157,15 @@ def test_distribution(target, exact_laws, head, batched, threshold):
     assert min(values) > 1e-3
 
 
+@pytest.mark.parametrize(("head", "threshold"), [("vanilla", 0.0), ("rnn", 0.5)])
+def test_distribution_with_a_draft_vocabulary(target, exact_laws, head, threshold):
+    """The target has tokens at every position that the drafter cannot predict."""
+    others = [token for token in range(VOCAB) if token not in DRAFT_TOKENS]
+    assert all(law[others].sum() > 0.2 for laws in exact_laws for law in laws[1:])
+    drafter = make_drafter(target, head, DRAFT_TOKENS)
+    assert min(p_values(target, drafter, exact_laws, threshold, True, 2 * SAMPLES)) > 1e-3
+
+
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("kind", [Hardware, EarlyStop, Asynchronous])
 def test_distribution_under_a_scheduler(target, exact_laws, kind, batched):
@@ -180,6 +191,18 @@ def argmax_drafts(self, active, drafts, logits):
     return probs.argmax(dim=-1), probs
 
 
+def indices_for_ids(self, active, drafts, logits):
+    """Drafts draft indices where the target's ids are meant."""
+    ids, probs = original_choose(self, active, drafts, logits)
+    return torch.searchsorted(self.drafter.draft_ids, ids), probs
+
+
+def q_of_the_whole_vocabulary(self, active, drafts, logits):
+    """Reports probabilities of the draft vocabulary that leave room for the other tokens."""
+    ids, probs = original_choose(self, active, drafts, logits)
+    return ids, probs * len(DRAFT_TOKENS) / VOCAB
+
+
 original_choose = drafting.DraftSession._choose
 
 
@@ -187,6 +210,16 @@ original_choose = drafting.DraftSession._choose
 def test_planted_bias_is_found(target, exact_laws, fault, monkeypatch):
     monkeypatch.setattr(drafting.DraftSession, "_choose", fault)
     assert min(p_values(target, make_drafter(target, "vanilla"), exact_laws, 0.0, batched=True)) < 1e-6
+
+
+@pytest.mark.parametrize("fault", [indices_for_ids, q_of_the_whole_vocabulary])
+def test_planted_bias_with_a_draft_vocabulary_is_found(target, exact_laws, fault, monkeypatch):
+    monkeypatch.setattr(drafting.DraftSession, "_choose", fault)
+    drafter = make_drafter(target, "vanilla", DRAFT_TOKENS)
+    try:
+        assert min(p_values(target, drafter, exact_laws, 0.0, batched=True)) < 1e-6
+    except AssertionError as error:
+        assert "a token that the target cannot give" in str(error)
 
 
 def test_cut_that_sees_the_token_is_found(target, exact_laws, monkeypatch):

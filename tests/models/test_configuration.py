@@ -30,6 +30,8 @@ from dspark_hf import DSparkConfig
         ({"target_layer_ids": [1, 4], "num_target_layers": 4}, "out of range for a target of 4 layers"),
         ({"mask_token_id": 10, "vocab_size": 10}, "outside the vocabulary of 10"),
         ({"mask_token_id": -1, "vocab_size": 10}, "outside the vocabulary of 10"),
+        ({"draft_vocab_size": 0}, "`draft_vocab_size` is 0; it must be at least 1"),
+        ({"draft_vocab_size": 11, "vocab_size": 10}, "`draft_vocab_size` is 11, more than the vocabulary of 10"),
         ({"hidden_size": 0}, "`hidden_size` is 0; it must be at least 1"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "`num_key_value_heads` = 3 does not divide"),
         ({"hidden_act": "nope"}, "`hidden_act` is 'nope'; choose one of .*'silu'"),
@@ -126,6 +128,7 @@ def test_saving_keeps_every_field(tmp_path: Path, filled: bool) -> None:
     fields = (
         {
             "vocab_size": 100,
+            "draft_vocab_size": 30,
             "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 8,

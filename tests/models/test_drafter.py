@@ -19,11 +19,12 @@ from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
 from ..tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_prompt, tiny_target
 
 
-def build(target: PreTrainedModel, **fields: Any) -> DSparkDrafter:
+def build(target: PreTrainedModel, draft_tokens: Any = None, **fields: Any) -> DSparkDrafter:
     """A drafter of `target` whose every weight is random, so that nothing is hidden by a zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = get_drafter(target, DSparkConfig(**{"markov_rank": 8, "num_hidden_layers": 2, **fields}))
+        config = DSparkConfig(**{"markov_rank": 8, "num_hidden_layers": 2, **fields})
+        drafter = get_drafter(target, config, draft_tokens=draft_tokens)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.parameters():

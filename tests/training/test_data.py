@@ -9,7 +9,14 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from dspark_hf.data import BadRow, DrafterCollator, generation_prompt, prepare_dataset, tokenize_row
+from dspark_hf.data import (
+    BadRow,
+    DrafterCollator,
+    frequent_tokens,
+    generation_prompt,
+    prepare_dataset,
+    tokenize_row,
+)
 
 from .conftest import MARKED_TEMPLATE, VOCAB_SIZE
 
@@ -174,3 +181,15 @@ def test_collator_pads_on_the_right() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
+def test_frequent_tokens_are_those_trained_on() -> None:
+    rows = {"input_ids": [[8, 8, 8, 1, 1, 2], [2, 2, 5]], "loss_mask": [[0, 0, 0, 1, 1, 1], [1, 1, 1]]}
+    dataset = Dataset.from_dict(rows)
+    assert frequent_tokens(dataset, 1, vocab_size=9) == [2]
+    assert frequent_tokens(dataset, 3, vocab_size=9) == [1, 2, 5]
+    assert frequent_tokens(dataset, 3, vocab_size=9, always=[7]) == [1, 2, 7], "the rarest makes room"
+    assert frequent_tokens(dataset, 5, vocab_size=9) == [0, 1, 2, 3, 5], "the lowest fill up"
+    for count, always in ((0, []), (10, []), (1, [7, 8])):
+        with pytest.raises(ValueError, match=f"`draft_vocab_size` is {count}; it must be from {max(1, len(always))}"):
+            frequent_tokens(dataset, count, vocab_size=9, always=always)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,11 @@ def run(*options: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> None:
+def test_train_and_resume(target_folder: Path, data: Path, dataset: Dataset, tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     options = ["--target", target_folder, "--data", data, "--output", output, "--num-anchors", 4, "--batch-size", 4]
     shape = ["--drafter-layers", 1, "--block-size", 3, "--markov-rank", 4, "--markov-head", "gated"]
+    shape += ["--draft-vocab-size", 20]
     code, text = run(
         *options, *shape, "--no-confidence", "--target-layers", "0,2", "--max-steps", 2, "--save-steps", 2
     )
@@ -42,6 +44,12 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
     assert (config.num_hidden_layers, config.block_size, config.markov_rank) == (1, 3, 4)
     assert (config.markov_head_type, config.target_layer_ids) == ("gated", [0, 2])
     assert drafter.confidence_head is None
+    tokens = Counter(token for row in dataset for token, is_trained in zip(*row.values()) if is_trained)
+    chosen = drafter.draft_ids.tolist()
+    assert len(chosen) == 20 and 2 in chosen, "the end of a sequence, too"
+    assert min(tokens[token] for token in chosen if token != 2) >= max(
+        tokens[token] for token in {*tokens} - {*chosen}
+    )
 
     code, text = run(*options, "--max-steps", 3)
     assert code == 1
@@ -52,6 +60,7 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
     assert code == 0, text
     summary = json.loads((output / "training_summary.json").read_text())
     assert summary["steps"] == 3 and "eval_tau" in summary["metrics"]
+    assert DSparkDrafter.from_pretrained(output).draft_ids.tolist() == chosen
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,7 @@ def test_train_and_resume(target_folder: Path, data: Path, tmp_path: Path) -> No
         (["--output", ""], "--output is empty; give a folder"),
         (["--output", f"{__file__}/drafter"], f"and '{__file__}' is a file; give a folder"),
         (["--no-thinking"], "--thinking/--no-thinking is for a chat template, and the tokenizer has none"),
+        (["--draft-vocab-size", 200], "--draft-vocab-size is 200; it must be from 1 (the ends of a sequence) to 101"),
         (["--target", "./nope"], "There is no folder './nope'; --target takes"),
         (["--warm-start", "./nope"], "There is no folder './nope'; --warm-start takes"),
     ],

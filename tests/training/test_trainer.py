@@ -11,15 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 
 from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
 from dspark_hf.data import generation_prompt
-from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, train_drafter
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, choose_draft_tokens, train_drafter
 
 from ..tiny import tiny_target
 from .conftest import VOCAB_SIZE
 
 
-def make_drafter(target: PreTrainedModel, **options: Any) -> DSparkDrafter:
+def make_drafter(target: PreTrainedModel, draft_tokens: list[int] | None = None, **options: Any) -> DSparkDrafter:
     torch.manual_seed(0)
-    return get_drafter(target, DSparkConfig(num_hidden_layers=1, **{"markov_rank": 8, "block_size": 4, **options}))
+    config = DSparkConfig(num_hidden_layers=1, **{"markov_rank": 8, "block_size": 4, **options})
+    return get_drafter(target, config, draft_tokens=draft_tokens)
 
 
 def make_args(folder: Path, **options: Any) -> DSparkTrainingArguments:
@@ -72,6 +73,23 @@ def test_training_helps(
         assert logs[-1]["loss"] == pytest.approx(parts, rel=0.05)  # means over slots and over steps
     assert all(torch.equal(old, new) for old, new in zip(before, target.parameters()))
     assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_draft_vocabulary_is_learned(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    """Tokens that the drafter cannot predict count as rejected: no drafter of so few could do better."""
+    args = make_args(tmp_path, max_steps=40)
+    tokens = choose_draft_tokens(target, dataset, 12, args)
+    drafter = make_drafter(target, tokens, draft_vocab_size=len(tokens))
+    trainer = DSparkTrainer(drafter, target, args, dataset, dataset)
+    first = trainer.evaluate()
+    trainer.train()
+    last = trainer.evaluate()
+    assert last["eval_l1_loss"] < 0.97 * first["eval_l1_loss"]
+    assert last["eval_ce_loss"] < first["eval_ce_loss"] < float("inf")
+    with torch.no_grad():
+        logits = target(torch.tensor(dataset[0]["input_ids"])[None]).logits[0, 2:]
+    covered = logits.softmax(dim=-1)[:, tokens].sum(dim=-1).mean()
+    assert last["eval_accept_rate@0"] < covered + 0.1
 
 
 class Stop(TrainerCallback):

@@ -158,7 +158,8 @@ class DraftSession(NoDrafts):
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
     ) -> Proposal:
         hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
-        ids, probs, state = [anchor_ids.to(hidden.device)], [], None
+        ids, state = [anchor_ids.to(hidden.device)], None
+        probs: list[torch.Tensor] = []
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         for position in range(count):

@@ -222,7 +222,7 @@ class _RequestProcessors:
     def process(self, active: list[int], drafts: list[list[int]], offset: int, scores: torch.Tensor) -> torch.Tensor:
         for index, (row, draft) in enumerate(zip(active, drafts, strict=True)):
             member = self.members[row]
-            if not member.request.done:
+            if member.processors.stages and not member.request.done:
                 try:
                     scores[index] = member.processors.process([0], [draft], offset, scores[index : index + 1])[0]
                 except Exception as error:
