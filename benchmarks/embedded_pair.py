@@ -7,6 +7,7 @@ models loop when they decode greedily, and loops are easy to draft: the share of
 figure, and sampling at temperature 1 is the headline.
 
 A batch of prompts of all kinds, padded on the left, is measured in the same way against plain batched `generate`.
+What the machine takes for drafts and verifications is measured first, as `dspark profile` does.
 
     python benchmarks/embedded_pair.py --prompts-per-kind 5 --repeats 5 --batch-size 8
 """
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from rich.table import Table
 
 from dspark_hf.embedded import load_embedded_pair, load_prompts
 from dspark_hf.evaluation import Comparison, compare, repeated_share
+from dspark_hf.generation.capacity import measure_capacity, save_profile
+from dspark_hf.generation.schedulers import SCHEDULERS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KINDS = ("code", "prose", "structured")
@@ -37,32 +42,43 @@ DECODINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def scheduling(args: argparse.Namespace, pair: Any) -> dict[str, Any]:
+    """Options of `generate`; what the machine takes is measured and kept where `generate` looks for it."""
+    if args.scheduler != "none":
+        target, _, drafter = pair
+        os.environ["DSPARK_CACHE"] = tempfile.mkdtemp()
+        save_profile(measure_capacity(target, drafter, max_rows=args.batch_size, contexts=(64, 192)), target)
+    return {"dspark_scheduler": args.scheduler}
+
+
 def measure(
-    kind: str, decoding: str, prompts_per_kind: int, repeats: int, new_tokens: int, pair: Any
+    kind: str, decoding: str, args: argparse.Namespace, scheduler: dict[str, Any], pair: Any
 ) -> dict[str, Any]:
     """Figures of one kind of prompt under one way of decoding."""
     target, tokenizer, drafter = pair
-    prompts = [prompt for prompt in load_prompts() if prompt.kind == kind][:prompts_per_kind]
+    options = {"max_new_tokens": args.new_tokens, **DECODINGS[decoding]}
+    prompts = [prompt for prompt in load_prompts() if prompt.kind == kind][: args.prompts_per_kind]
     comparisons = []
     for prompt in track(prompts, description=f"{kind}, {decoding}"):
         prompt_ids = tokenizer(prompt.text, return_tensors="pt").input_ids
         compare(target, drafter, prompt_ids, max_new_tokens=8, do_sample=False)  # warm-up
         comparisons.append(
-            compare(target, drafter, prompt_ids, repeats=repeats, max_new_tokens=new_tokens, **DECODINGS[decoding])
+            compare(target, drafter, prompt_ids, repeats=args.repeats, draft_options=scheduler, **options)
         )
     return figures(kind, decoding, comparisons)
 
 
-def measure_batch(decoding: str, batch_size: int, repeats: int, new_tokens: int, pair: Any) -> dict[str, Any]:
+def measure_batch(decoding: str, args: argparse.Namespace, scheduler: dict[str, Any], pair: Any) -> dict[str, Any]:
     """Figures of one batch, its prompts taken from the three kinds in turn."""
     target, tokenizer, drafter = pair
     kinds = [[prompt for prompt in load_prompts() if prompt.kind == kind] for kind in KINDS]
-    prompts = [kinds[index % len(kinds)][index // len(kinds)] for index in range(batch_size)]
+    prompts = [kinds[index % len(kinds)][index // len(kinds)] for index in range(args.batch_size)]
     inputs = tokenizer([prompt.text for prompt in prompts], padding=True, padding_side="left", return_tensors="pt")
     options = {"attention_mask": inputs.attention_mask, **DECODINGS[decoding]}
     compare(target, drafter, inputs.input_ids, max_new_tokens=8, **options)  # warm-up
-    batch = compare(target, drafter, inputs.input_ids, repeats=repeats, max_new_tokens=new_tokens, **options)
-    return figures(f"batch of {batch_size}", decoding, [batch])
+    options["max_new_tokens"] = args.new_tokens
+    batch = compare(target, drafter, inputs.input_ids, repeats=args.repeats, draft_options=scheduler, **options)
+    return figures(f"batch of {args.batch_size}", decoding, [batch])
 
 
 def figures(kind: str, decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
@@ -102,6 +118,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--scheduler", choices=["none", *SCHEDULERS], default="hardware")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS / "embedded_pair.json")
     args = parser.parse_args()
@@ -110,12 +127,9 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
     torch.set_num_threads(args.threads)
     pair = load_embedded_pair()
-    rows = [
-        measure(kind, decoding, args.prompts_per_kind, args.repeats, args.new_tokens, pair)
-        for decoding in DECODINGS
-        for kind in KINDS
-    ]
-    rows += [measure_batch(decoding, args.batch_size, args.repeats, args.new_tokens, pair) for decoding in DECODINGS]
+    scheduler = scheduling(args, pair)
+    rows = [measure(kind, decoding, args, scheduler, pair) for decoding in DECODINGS for kind in KINDS]
+    rows += [measure_batch(decoding, args, scheduler, pair) for decoding in DECODINGS]
     report = {
         "machine": {"cpu": platform.machine(), "threads": args.threads},
         "versions": {
@@ -123,7 +137,12 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "settings": {"new_tokens": args.new_tokens, "repeats": args.repeats, "dtype": "float32"},
+        "settings": {
+            "new_tokens": args.new_tokens,
+            "repeats": args.repeats,
+            "scheduler": args.scheduler,
+            "dtype": "float32",
+        },
         "rows": rows,
         "means": {decoding: summarise(rows, decoding) for decoding in DECODINGS},
     }

@@ -405,7 +405,7 @@ def test_full_model_is_refused(tmp_path: Path) -> None:
 
 def test_adapter_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="PEFT adapter"):
+    with pytest.raises(ValueError, match="PEFT adapter, not a drafter.*`peft.PeftModel.from_pretrained"):
         AutoDrafter.from_pretrained(tmp_path)
 
 

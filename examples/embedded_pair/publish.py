@@ -75,13 +75,7 @@ def main() -> None:
     name_target(DRAFTER / "config.json")
     common = {"license": "apache-2.0", "library_name": "transformers", "language": "en"}
     target_data = ModelCardData(pipeline_tag="text-generation", tags=["dspark-hf", "tiny"], **common)
-    write_card(
-        TARGET,
-        "embedded_target.md",
-        target_data,
-        summary=read_json(TARGET / "training_summary.json"),
-        vocab_size=read_json(TARGET / "config.json")["vocab_size"],
-    )
+    write_card(TARGET, "embedded_target.md", target_data, summary=read_json(TARGET / "training_summary.json"))
     drafter_data = ModelCardData(
         tags=["dspark", "speculative-decoding"], base_model=TARGET_NAME, base_model_relation="adapter", **common
     )

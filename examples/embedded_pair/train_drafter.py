@@ -23,7 +23,7 @@ class DrafterArguments:
     )
     num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the drafter."})
     block_size: int = field(default=7, metadata={"help": "Tokens drafted in one round."})
-    intermediate_size: int = field(default=512, metadata={"help": "Width of the drafter's MLPs."})
+    intermediate_size: int = field(default=704, metadata={"help": "Width of the drafter's MLPs."})
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
     markov_head_type: str = field(default="rnn", metadata={"help": "`vanilla`, `gated` or `rnn`."})
     warm_start: str | None = field(

@@ -5,7 +5,7 @@ Reads what `prepare_text.py` wrote, trains a byte-level BPE tokenizer, packs the
 by default, with generation config, tokenizer and `training_summary.json`. A run that was interrupted resumes from its
 last checkpoint.
 
-    python examples/embedded_pair/train_target.py --work_dir build/embedded_pair
+    python examples/embedded_pair/train_target.py --work_dir build/embedded_pair --max_steps 1500
 """
 
 import json
@@ -60,19 +60,12 @@ class TargetArguments:
         default="build/embedded_pair",
         metadata={"help": "Folder that prepare_text.py wrote; the model goes there too."},
     )
-    init_from: str | None = field(
-        default=None,
-        metadata={
-            "help": "Trained model to start from. Its tokenizer must have every token of ours; it may have fewer "
-            "layers, and is else of the shape below."
-        },
-    )
-    vocab_size: int = field(default=1024, metadata={"help": "Tokens in all, the two special ones included."})
+    vocab_size: int = field(default=2048, metadata={"help": "Tokens in all, the two special ones included."})
     sequence_length: int = field(default=384, metadata={"help": "Tokens in a packed training sequence."})
     max_position_embeddings: int = field(default=1024, metadata={"help": "Longest sequence that the model declares."})
     hidden_size: int = field(default=192, metadata={"help": "Width of the model."})
     intermediate_size: int = field(default=512, metadata={"help": "Width of the feed-forward layers."})
-    num_hidden_layers: int = field(default=12, metadata={"help": "Number of layers."})
+    num_hidden_layers: int = field(default=10, metadata={"help": "Number of layers."})
     num_attention_heads: int = field(default=6, metadata={"help": "Number of query heads."})
     num_key_value_heads: int = field(default=2, metadata={"help": "Number of key and value heads."})
     head_dim: int = field(default=32, metadata={"help": "Width of a head."})
@@ -99,10 +92,10 @@ class TargetTrainingArguments(TrainingArguments):
     output_dir: str | None = field(
         default="build/embedded_pair/target_checkpoints", metadata={"help": "Folder for the checkpoints."}
     )
-    max_steps: int = field(default=1200, metadata={"help": "Number of optimizer steps."})
+    max_steps: int = field(default=1500, metadata={"help": "Number of optimizer steps."})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences in a step."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences in an evaluation step."})
-    learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning rate's decay."})
     warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up steps; below 1, a share of all steps."})
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of the matrices; norms have none."})
@@ -220,34 +213,6 @@ def build_model(args: TargetArguments, tokenizer: PreTrainedTokenizerBase) -> Qw
     return Qwen3ForCausalLM(config)
 
 
-@torch.no_grad()
-def copy_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, source_dir: Path) -> None:
-    """Starts `model` with the weights of a trained model of fewer layers or more tokens.
-
-    Embeddings go over token by token. Additional layers stand evenly among the others; each is a copy of the layer
-    before it that adds nothing yet, since its two output projections start at zero.
-    """
-    source = AutoModelForCausalLM.from_pretrained(source_dir)
-    rows = AutoTokenizer.from_pretrained(source_dir).get_vocab()
-    if missing := sorted(set(tokenizer.get_vocab()) - set(rows)):
-        raise ValueError(f"init_from is {str(source_dir)!r}, whose tokenizer lacks the tokens {missing[:5]}.")
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    embeddings = source.get_input_embeddings().weight[[rows[token] for token, _ in tokens]]
-    model.get_input_embeddings().weight.copy_(embeddings)
-    model.model.norm.load_state_dict(source.model.norm.state_dict())
-
-    before = 0
-    old, new = len(source.model.layers), len(model.model.layers)
-    for index, layer in enumerate(model.model.layers):
-        # Layers of the source up to and including this place, spread over the new depth.
-        upto = -(-(index + 1) * old // new)
-        layer.load_state_dict(source.model.layers[upto - 1].state_dict())
-        if upto == before:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        before = upto
-
-
 def save_target(model: Qwen3ForCausalLM, tokenizer_dir: Path, folder: Path) -> None:
     """Saves the weights in bfloat16 with a config that loads them in float32, and checks that it does."""
     model = model.to(torch.bfloat16)
@@ -317,8 +282,6 @@ def main(args: TargetArguments, training_args: TargetTrainingArguments) -> None:
     # Even shares: the smaller kinds come round again until each has given as many sequences as the largest.
     mixed = interleave_datasets([train[kind] for kind in KINDS], stopping_strategy="all_exhausted")
     model = build_model(args, tokenizer)
-    if args.init_from is not None:
-        copy_weights(model, tokenizer, Path(args.init_from))
     logger.info("%d parameters; sequences: %s", model.num_parameters(), {kind: len(train[kind]) for kind in KINDS})
 
     clock = MinutesCallback()
@@ -340,7 +303,6 @@ def main(args: TargetArguments, training_args: TargetTrainingArguments) -> None:
     tokens_per_step = training_args.train_batch_size * training_args.gradient_accumulation_steps * args.sequence_length
     summary: dict[str, Any] = {
         "parameters": model.num_parameters(),
-        "init_from": args.init_from,
         "steps": trainer.state.global_step,
         "tokens_seen": trainer.state.global_step * tokens_per_step,
         "epochs": round(trainer.state.epoch or 0.0, 3),

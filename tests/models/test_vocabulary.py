@@ -135,6 +135,7 @@ def test_reload_is_exact(tmp_path: Path, is_own: bool) -> None:
     if is_own:
         drafter.copy_target_embeddings()
         assert drafter.lm_head.weight.shape == (len(TOKENS), HIDDEN_SIZE)
+        torch.testing.assert_close(drafter.target_logits(HIDDEN), target.lm_head(HIDDEN))
     drafter.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert {"d2t", "t2d"} <= tensors.keys() and ("lm_head.weight" in tensors) is is_own
@@ -152,6 +153,7 @@ def test_reload_is_exact(tmp_path: Path, is_own: bool) -> None:
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("t2d"), "among them \\['t2d'\\]"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"][1:].clone()), "of another shape, among them .*d2t"),
         (lambda tensors: tensors.update(d2t=tensors["d2t"] + 1), "name different tokens"),
         (lambda tensors: tensors.update(d2t=torch.tensor(TOKENS)), "must hold offsets"),
         (lambda tensors: tensors.update(t2d=~tensors["t2d"]), "name different tokens"),

@@ -9,18 +9,21 @@ import typer
 from .calibrate import calibrate
 from .demo import demo
 from .generate import generate
+from .prepare import prepare
 from .profile import profile
 from .train import train
 
 app = typer.Typer(
     name="dspark",
-    help="DSpark speculative decoding for Transformers: generate with drafters, train, calibrate and profile them.",
+    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, train, calibrate and "
+    "profile them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(calibrate)
 app.command("demo")(demo)
 app.command("generate")(generate)
+app.command("prepare")(prepare)
 app.command("profile")(profile)
 app.command("train")(train)
 

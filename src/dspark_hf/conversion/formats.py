@@ -91,6 +91,11 @@ def refuse_foreign(found: str, path: str | os.PathLike[str], model_type: str | N
             "or build one with `get_drafter(target)` and train it. To draft with the model itself load it with "
             f"`AutoModelForCausalLM` and pass it to `generate` directly as `assistant_model`. {loads}"
         )
+    if found == "peft":
+        return ValueError(
+            f"{path!s} is a PEFT adapter, not a drafter. Load the drafter that it was trained for and put it around "
+            f"that with `peft.PeftModel.from_pretrained(drafter, {os.fspath(path)!r})`."
+        )
     if found in FOREIGN_FORMATS:
         return ValueError(f"{path!s} is {FOREIGN_FORMATS[found]}, which is not supported. {loads}")
     return ValueError(f"{path!s} is in no known drafter format: its config.json has no known `architectures`. {loads}")

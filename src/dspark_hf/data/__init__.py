@@ -1,5 +1,8 @@
-"""Training data: rows of text, chats or token ids, made into sequences and batches."""
+"""Training data: answers of a target to prompts; rows of text, chats or token ids, made into sequences and batches."""
 
+from .backends import Decoding
+from .prepare import PrepareReport, prepare_data
+from .server import Server
 from .text import (
     BadRow,
     DataReport,
@@ -14,9 +17,13 @@ from .text import (
 __all__ = [
     "BadRow",
     "DataReport",
+    "Decoding",
     "DrafterCollator",
+    "PrepareReport",
+    "Server",
     "frequent_tokens",
     "generation_prompt",
+    "prepare_data",
     "prepare_dataset",
     "template_options",
     "tokenize_row",

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from .. import _compat
-from ..models import DSparkDrafter
+from ..models import DSparkDrafter, without_adapters
 from .decoding import DecodingLoop, check_call, warn_on_collapse, warn_on_other_template
 from .drafting import Proposal
 from .hook import check_options
@@ -332,6 +332,7 @@ class SpeculativeEngine:
         threaded: bool = True,
         **options: Any,
     ) -> None:
+        drafter = without_adapters(drafter)
         self.target, self.drafter = target, drafter
         self.max_batch, self.max_queue = _at_least_one("max_batch", max_batch), _at_least_one("max_queue", max_queue)
         choices = {name: options.pop(name) for name in GENERATION_OPTIONS if name in options}

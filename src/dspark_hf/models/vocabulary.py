@@ -63,8 +63,8 @@ class HeadRows:
         return HeadRows, ()
 
     def of(self, head: nn.Module, d2t: torch.Tensor) -> nn.Linear | None:
-        """A head over the draft vocabulary; `None` for one whose rows cannot be gathered (quantised, offloaded)."""
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.is_meta:
+        """A head over the draft vocabulary; `None` where rows cannot be gathered (quantised, offloaded, sharded)."""
+        if not (type(head) is nn.Linear and type(head.weight) is nn.Parameter and _is_whole(head)):
             return None
         if not self._is_current(head.weight, d2t):
             # Not an inference tensor, which training could not use.
@@ -78,6 +78,10 @@ class HeadRows:
             source() is tensor and (pointer, version) == _stamp(tensor)
             for (source, pointer, version), tensor in zip(self._sources, tensors, strict=True)
         )
+
+
+def _is_whole(head: nn.Linear) -> bool:
+    return not head.weight.is_meta and head.weight.shape == (head.out_features, head.in_features)
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, int]:

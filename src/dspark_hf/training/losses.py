@@ -92,7 +92,6 @@ class DSparkLoss:
 # --- per slot --------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def compare_distributions(
     draft_logits: torch.Tensor,
     target_logits: torch.Tensor,
@@ -104,6 +103,7 @@ def compare_distributions(
 
     With draft probabilities q, target probabilities p, label y and weights a, b of the two, the gradient of
     `a CE + b ‖q - p‖_1` to the draft logits is `a (q - 1_y) + b q ⊙ (s - <s, q>)` where `s = sign(q - p)`.
+    Autograd follows none of this.
 
     Args:
         draft_logits: `(..., draft_vocab)`.
@@ -117,10 +117,10 @@ def compare_distributions(
     """
     labels = labels.unsqueeze(-1)
     # Each of these is as large as the logits, so they are written over as soon as they have served.
-    log_q = torch.log_softmax(draft_logits.float(), dim=-1)
+    log_q = torch.log_softmax(draft_logits.detach(), dim=-1, dtype=torch.float32)
     ce = -log_q.gather(-1, labels).squeeze(-1)
     q = log_q.exp_()
-    p = torch.softmax(target_logits.float(), dim=-1)
+    p = torch.softmax(target_logits.detach(), dim=-1, dtype=torch.float32)
     del target_logits
     outside: torch.Tensor | float = 0.0
     if draft_ids is not None:
@@ -256,7 +256,7 @@ class _Chunks:
         leaves = [tensor[rows].detach().requires_grad_() for tensor in self.inputs]
         with torch.enable_grad():
             logits = self._draft_logits(*leaves)
-        terms[0, rows], terms[1, rows], gradient = self._compare(logits.detach(), rows, self.weights[:, rows])
+        terms[0, rows], terms[1, rows], gradient = self._compare(logits, rows, self.weights[:, rows])
         parts = torch.autograd.grad(logits, [*leaves, *self.parameters], gradient)
         for total, part in zip(of_inputs, parts):
             total[rows] = part
@@ -274,7 +274,9 @@ class _Chunks:
         head = self.drafter.markov_head
         return base if head is None else base + head.bias(*features)
 
-    def _compare(self, draft_logits: torch.Tensor, rows: slice, weights: torch.Tensor | None = None) -> Any:
+    def _compare(
+        self, draft_logits: torch.Tensor, rows: slice, weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         draft_ids = None if self.drafter.d2t is None else self.drafter.draft_ids
         target_hidden = self.target_hidden[rows]
         # Handed on without a name here, so that the target's logits are dropped as soon as they have served.
