@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from transformers import HfArgumentParser, set_seed
 
 from dspark_hf import AutoDrafter, DSparkConfig, DSparkTrainingArguments, get_drafter, train_drafter
-from dspark_hf.training import load_target
+from dspark_hf.training import choose_draft_tokens, load_target
 
 
 @dataclass
@@ -27,6 +27,9 @@ class ModelArguments:
     block_size: int = field(default=7, metadata={"help": "Tokens drafted in one round."})
     markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 for none."})
     markov_head_type: str = field(default="vanilla", metadata={"help": "`vanilla`, `gated` or `rnn`."})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "Predict only so many tokens, the most frequent of the data; all if unset."}
+    )
     mask_token_id: int | None = field(
         default=None, metadata={"help": "Token for undecided slots; chosen from the tokenizer if unset."}
     )
@@ -55,9 +58,20 @@ def main() -> None:
             block_size=model_args.block_size,
             markov_rank=model_args.markov_rank,
             markov_head_type=model_args.markov_head_type,
+            draft_vocab_size=model_args.draft_vocab_size,
             mask_token_id=model_args.mask_token_id,
         )
-        drafter = get_drafter(target, config, tokenizer=tokenizer)
+        draft_tokens = None
+        if config.draft_vocab_size is not None:
+            draft_tokens = choose_draft_tokens(
+                target,
+                data_args.data_file,
+                config.draft_vocab_size,
+                training_args,
+                tokenizer=tokenizer,
+                split_long=data_args.split_long,
+            )
+        drafter = get_drafter(target, config, tokenizer=tokenizer, draft_tokens=draft_tokens)
     train_drafter(
         target,
         data_args.data_file,

@@ -183,9 +183,9 @@ def test_draft_ends_where_the_next_token_is_not_worth_it():
     # A verified token costs 0.05 of plain decoding, a drafted one (3 - 2) / 6 / 10 = 0.017.
     scheduler = Hardware(profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5]))
     goes_on = scheduler.goes_on([0], 30)
-    assert goes_on(torch.tensor([[0.9, 0.1]]))
-    assert not goes_on(torch.tensor([[0.9, 0.07]]))
-    assert scheduler.goes_on([0, 1], 30)(torch.tensor([[0.9, 0.07], [0.9, 0.1]]))
+    assert [goes_on([confidence]) for confidence in (0.9, 0.1, 0.7)] == [True, True, False]
+    goes_on = scheduler.goes_on([0, 1], 30)
+    assert [goes_on(confidences) for confidences in ([0.9, 0.9], [0.07, 0.1], [0.0, 0.9])] == [True, True, False]
 
 
 def test_drafts_are_shorter(target, drafter):

@@ -17,6 +17,7 @@ from dspark_hf.generation.scheduling import (
     CapacityCurve,
     DraftingGate,
     History,
+    Promise,
     everything,
     expected_tokens,
     global_budget,
@@ -663,6 +664,20 @@ def test_drafter_that_becomes_good_is_found_again():
     assert rate < 0.75
 
 
+def test_promises_are_judged_by_what_was_kept():
+    promise = Promise()
+    assert promise.share == 1
+    for _ in range(4):
+        promise.record(2.5, 0)
+    assert promise.share < 0.12
+    for _ in range(200):
+        promise.record(0, 0)
+    assert promise.share > 0.8  # long ago
+    for _ in range(50):
+        promise.record(2.0, 2.4)
+    assert promise.share == pytest.approx(1.2, abs=0.02)
+
+
 def test_many_requests_tell_sooner():
     def rounds_until_closed(requests: int) -> int:
         gate = DraftingGate()
@@ -672,7 +687,7 @@ def test_many_requests_tell_sooner():
             rounds += 1
         return rounds
 
-    assert [rounds_until_closed(requests) for requests in (1, 9, 36)] == [6, 2, 1]
+    assert [rounds_until_closed(requests) for requests in (1, 2, 9)] == [3, 3, 1]
 
 
 # --- Errors ---
@@ -707,6 +722,7 @@ def test_many_requests_tell_sooner():
         (lambda: History(RISING, warmup=1, draft_seconds=-1.0), "draft_seconds"),
         (lambda: History(RISING, warmup=1).record([0], np.ones((2, 3))), "do not name"),
         (lambda: History(RISING, warmup=1).record([0, 0], np.ones((2, 3))), "do not name"),
+        (lambda: Promise().record(-1.0, 0.0), "Not a round"),
         (lambda: DraftingGate(first_gap=0), "positive"),
         (lambda: DraftingGate(first_gap=64, max_gap=32), "above"),
         (lambda: DraftingGate().record_drafted(1.0, 0, 1.0, 1.0), "Not a round"),

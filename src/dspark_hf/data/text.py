@@ -231,7 +231,7 @@ class _RowMapper:
             try:
                 row = _parse(row)
                 sequences, problem = self._sequences(row), ""
-                is_chat = "messages" in row and "input_ids" not in row
+                is_chat = "messages" in row
             except BadRow as error:
                 sequences, problem = [([], [])], str(error)
             for input_ids, loss_mask in sequences:

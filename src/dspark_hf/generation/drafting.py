@@ -6,6 +6,7 @@ captured layers, `d` the hidden size, `vocab`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-GoesOn = Callable[[torch.Tensor], bool]
-"""Says, given confidences `(batch, k)`, whether the k-th token is worth drafting."""
+GoesOn = Callable[[list[float]], bool]
+"""Says whether the next token is worth drafting, given its confidence in each row; asked once for each, in order."""
 
 
 @dataclass
@@ -81,9 +82,7 @@ class NoDrafts:
             active: the rows.
             anchor_ids: see above.
             count: most tokens to draft, at least 1.
-            goes_on: is given the confidences `(batch, k)` of the tokens drafted so far and of the next one before
-                that is drawn, and says whether to draw it; asked from the second token on. The drafter must have a
-                confidence head.
+            goes_on: ends the draft before a token, but not before the first. The drafter must have a confidence head.
         """
         return self.nothing(len(active))
 
@@ -163,9 +162,9 @@ class DraftSession(NoDrafts):
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         for position in range(count):
-            if goes_on is not None and position:
-                so_far = self._confidences(hidden[:, : position + 1], torch.stack(ids, dim=1), probs)[1]
-                if not goes_on(so_far):
+            if goes_on is not None:
+                worthwhile = goes_on(self._next_confidences(hidden[:, position], ids[-1], position))
+                if position and not worthwhile:
                     break
             logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
             if position and self.processors.needs_ids:
@@ -183,6 +182,14 @@ class DraftSession(NoDrafts):
                 hidden[:, :drafted], path[:, :-1], probs
             )
         return proposal
+
+    def _next_confidences(self, hidden: torch.Tensor, previous_ids: torch.Tensor, position: int) -> list[float]:
+        """Confidence of one token of each row, before it is drawn; `hidden (batch, d)`, `previous_ids (batch,)`."""
+        logits = self.drafter.confidence_logits(hidden, previous_ids)
+        temperatures = self.drafter.config.confidence_temperatures
+        divisor = 2.0 * (1.0 if temperatures is None else temperatures[position])
+        # Written with tanh, which does not overflow.
+        return [0.5 + 0.5 * math.tanh(logit / divisor) for logit in ([] if logits is None else logits.tolist())]
 
     def _confidences(
         self, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]

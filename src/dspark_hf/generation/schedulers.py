@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from ..models import DSparkDrafter
@@ -28,6 +27,9 @@ from .scheduling import (
     DraftingGate,
     Floats,
     History,
+    Lengths,
+    Promise,
+    expected_tokens,
     lower_hull,
     schedule_columns,
     schedule_early_stop,
@@ -107,15 +109,18 @@ class _Profiled(Scheduler):
     Attributes:
         profile: costs of verifying and drafting on this device.
         gate: says whether drafting pays.
+        promise: says what confidences are worth.
     """
 
     profile: CapacityProfile
     gate: DraftingGate = field(default_factory=DraftingGate)
+    promise: Promise = field(default_factory=Promise)
     needs_confidences = True
 
     def __post_init__(self) -> None:
         self._curves: dict[tuple[int, int], CapacityCurve] = {}
         self._drafts: dict[tuple[int, int, int], float] = {}
+        self._promised = 0.0
 
     def curve(self, rows: int, context: int) -> CapacityCurve:
         """Seconds of verifications of so many rows, by tokens in all."""
@@ -134,17 +139,33 @@ class _Profiled(Scheduler):
     def wants_draft(self, rows: Sequence[int], context: int) -> bool:
         return self.gate.is_open
 
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        survivals = survival(confidences, limits)
+        lengths: list[int] = self._choose(rows, context, confidences, survivals).tolist()
+        self._promised = expected_tokens(survivals, lengths) - len(lengths)
+        return lengths
+
+    def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
+        """`(R,)`: tokens of each row to verify."""
+        raise NotImplementedError
+
     def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
-        if not drafted:
-            self.gate.record_plain()
-            return
         count = len(rows)
+        if not drafted:
+            self.promise.record(0, 0)
+            self.gate.record_plain()
+            self._remember(1.0, 1.0)
+            return
+        self.promise.record(self._promised, max(0, emitted - count))
+        tokens = count + self.promise.share * self._promised
         curve = self.curve(count, context)
         seconds = self.draft_seconds(count, context, drafted) + float(curve.seconds_for(count * (1 + longest)))
-        self._record_drafted(emitted, count, seconds, float(curve.seconds_for(count)))
+        plain_seconds = float(curve.seconds_for(count))
+        self.gate.record_drafted(tokens, count, seconds, plain_seconds)
+        self._remember(tokens / count, seconds / plain_seconds)
 
-    def _record_drafted(self, emitted: int, count: int, seconds: float, plain_seconds: float) -> None:
-        self.gate.record_drafted(emitted, count, seconds, plain_seconds)
+    def _remember(self, brought: float, took: float) -> None:
+        """Takes what a round brought and took, in rounds of plain decoding."""
 
 
 @dataclass
@@ -182,17 +203,17 @@ class Hardware(_Profiled):
         drafting = self.draft_seconds(len(rows), context, counts[-1]) - self.draft_seconds(len(rows), context, 1)
         step = drafting / (counts[-1] - 1) * len(rows) / float(self.curve(len(rows), context).seconds_for(len(rows)))
         # The costs of a whole draft, as the columns to come may make this one cheaper.
-        costs = self.speed * (self._column_costs(len(rows), context, counts[-1]) + max(0.0, step))
+        costs = iter((self.speed * (self._column_costs(len(rows), context, counts[-1]) + max(0.0, step))).tolist())
+        survivals = [1.0] * len(rows)
 
-        def goes_on(confidences: torch.Tensor) -> bool:
-            return bool(confidences.double().prod(dim=1).sum() > costs[confidences.shape[1] - 1])
+        def goes_on(confidences: list[float]) -> bool:
+            survivals[:] = [before * confidence for before, confidence in zip(survivals, confidences, strict=True)]
+            return sum(survivals) > next(costs)
 
         return goes_on
 
-    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
-        survivals = survival(confidences, limits)
-        lengths = schedule_columns(survivals, self._column_costs(len(rows), context, survivals.shape[1]), self.speed)
-        return [int(length) for length in lengths]
+    def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
+        return schedule_columns(survivals, self._column_costs(len(rows), context, survivals.shape[1]), self.speed)
 
     def _column_costs(self, rows: int, context: int, columns: int) -> Floats:
         """`(k,)`: what each further column costs, in the tokens that plain decoding writes in that time."""
@@ -203,15 +224,6 @@ class Hardware(_Profiled):
             self._costs[key] = np.diff(seconds) * rows / float(curve.seconds_for(rows))
         return self._costs[key]
 
-    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
-        super().record(rows, context, drafted, longest, emitted)
-        if not drafted:
-            self._remember(1.0, 1.0)
-
-    def _record_drafted(self, emitted: int, count: int, seconds: float, plain_seconds: float) -> None:
-        super()._record_drafted(emitted, count, seconds, plain_seconds)
-        self._remember(emitted / count, seconds / plain_seconds)
-
     def _remember(self, brought: float, took: float) -> None:
         self._brought = self.memory * self._brought + brought
         self._took = self.memory * self._took + took
@@ -221,11 +233,10 @@ class Hardware(_Profiled):
 class EarlyStop(_Profiled):
     """Algorithm 1 of the paper, which counts tokens as if rows were not padded."""
 
-    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
-        survivals = survival(confidences, limits)
+    def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
         count, drafted = survivals.shape
         draft_seconds = self.draft_seconds(count, context, drafted)
-        return schedule_early_stop(survivals, self.curve(count, context), draft_seconds).tolist()
+        return schedule_early_stop(survivals, self.curve(count, context), draft_seconds)
 
 
 @dataclass
@@ -235,15 +246,14 @@ class Asynchronous(_Profiled):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._history: History | None = None
-        self._budget = 0
 
     def wants_draft(self, rows: Sequence[int], context: int) -> bool:
         if self._history is not None and not self.gate.is_open:
             self._history.clear()
         return self.gate.is_open
 
-    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
-        count, drafted = len(rows), len(confidences[0])
+    def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
+        count, drafted = survivals.shape
         if self._history is None:
             self._history = History(self.curve(count, context), warmup=drafted)
         self._history.curve = self.curve(count, context)
@@ -251,7 +261,7 @@ class Asynchronous(_Profiled):
         # The history holds earlier rounds only: this draft is recorded after its budget is known.
         budget = self._history.budget(rows)
         self._history.record(rows, confidences)
-        return top_k(survival(confidences, limits), budget).tolist()
+        return top_k(survivals, budget)
 
 
 SCHEDULERS: dict[str, type[_Profiled]] = {

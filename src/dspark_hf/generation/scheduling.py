@@ -356,6 +356,36 @@ class History:
 
 
 @dataclass
+class Promise:
+    """What became of the tokens that confidences promised: an account that tells a drafter which is wrong from luck.
+
+    Expected tokens vary much less than those that are kept, so a choice made by them is steadier; but they are worth
+    only what the confidences are. `share` is the ratio of the two over the rounds so far, and 1 before the first.
+
+    Attributes:
+        prior: tokens that are taken to have been promised and kept before the first round.
+        memory: share of the past that counts on from round to round.
+    """
+
+    prior: float = 1.0
+    memory: float = 0.98
+    _promised: float = field(default=0.0, init=False, repr=False)
+    _kept: float = field(default=0.0, init=False, repr=False)
+
+    @property
+    def share(self) -> float:
+        """Kept tokens per promised token."""
+        return (self._kept + self.prior) / (self._promised + self.prior)
+
+    def record(self, promised: float, kept: float) -> None:
+        """After a round, in drafted tokens over all requests; a round without drafts has none of either."""
+        if not (_is_amount(promised) and _is_amount(kept)):
+            raise ValueError(f"Not a round: {promised} tokens promised and {kept} kept; give amounts, at least 0.")
+        self._promised = self.memory * self._promised + promised
+        self._kept = self.memory * self._kept + kept
+
+
+@dataclass
 class DraftingGate:
     """Skips drafts while they do not pay, and tries again now and then.
 
@@ -379,10 +409,10 @@ class DraftingGate:
         max_overhead: share of the time that trials may cost.
     """
 
-    allowance: float = 3.0
+    allowance: float = 1.5
     probe_allowance: float = 1.0
     bank: float = 12.0
-    first_gap: int = 32
+    first_gap: int = 16
     max_gap: int = 256
     max_overhead: float = 0.02
     _balance: float = field(default=0.0, init=False, repr=False)
@@ -410,8 +440,8 @@ class DraftingGate:
         """After a round with a draft.
 
         Args:
-            tokens: what it brought over all requests, the target's own included; or `expected_tokens`, which vary less
-                and are right where confidences are calibrated.
+            tokens: what it brought over all requests, the target's own included; or `expected_tokens`, of which the
+                drafted ones are multiplied with `Promise.share`. These vary less, so luck does not close the gate.
             requests: requests in it.
             seconds: time of drafting and verifying.
             plain_seconds: time of a plain round with as many requests, such as `curve.seconds_for(requests)`.
@@ -500,6 +530,7 @@ __all__ = [
     "CapacityCurve",
     "DraftingGate",
     "History",
+    "Promise",
     "everything",
     "expected_tokens",
     "global_budget",
