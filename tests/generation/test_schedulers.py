@@ -170,22 +170,40 @@ def test_steep_curve_verifies_nothing(kind):
 
 
 def test_hopeless_tokens_are_not_verified():
-    # A further token costs 0.5 of 10 seconds, so it must survive with more than 1 in 20.
-    scheduler = Hardware(profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5]))
-    assert decide(scheduler, [[0.9, 0.5, 0.1, 0.9, 0.9, 0.9, 0.9]]) == [2]
-    assert decide(scheduler, [[0.9, 0.5, 0.2, 0.9, 0.9, 0.5, 0.5]]) == [5]
-    assert decide(scheduler, [[0.01, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]]) == [0]
+    # A further token costs 0.5 of 10 seconds, so that it and those after it must be worth 1 in 20 each.
+    rising = profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5])
+
+    def first_choice(*confidences):
+        return decide(Hardware(rising, outlook=0.0), confidences)
+
+    assert first_choice([0.9, 0.5, 0.1, 0.9, 0.9, 0.9, 0.9]) == [2]
+    assert first_choice([0.9, 0.5, 0.2, 0.9, 0.9, 0.5, 0.5]) == [5]
+    assert first_choice([0.01, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]) == [0]
     # With a neighbour the time of a column is shared: 0.1 of plain decoding's tokens for both.
-    assert decide(scheduler, [[0.9, 0.5, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]]) == [4, 4]
+    assert first_choice([0.9, 0.5, 0.1, 0.9], [0.9, 0.9, 0.9, 0.9]) == [4, 4]
 
 
 def test_draft_ends_where_the_next_token_is_not_worth_it():
     # A verified token costs 0.05 of plain decoding, a drafted one (3 - 2) / 6 / 10 = 0.017.
-    scheduler = Hardware(profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5]))
+    scheduler = Hardware(profile([10.0, 10.5, 11.0, 11.5, 12.0, 12.5, 13.0, 13.5]), outlook=0.0)
     goes_on = scheduler.goes_on([0], 30)
     assert [goes_on([confidence]) for confidence in (0.9, 0.1, 0.7)] == [True, True, False]
     goes_on = scheduler.goes_on([0, 1], 30)
     assert [goes_on(confidences) for confidences in ([0.9, 0.9], [0.07, 0.1], [0.0, 0.9])] == [True, True, False]
+
+
+def test_outlook_comes_from_the_rounds_before():
+    # The first drafted token costs 0.9 of a plain round, the next ones nothing.
+    jump = profile([10.0, 19.0, 19.0, 19.0, 19.0, 19.0, 19.0, 19.0])
+    scheduler = Hardware(jump)
+    sure, lost = [[0.7, *[0.95] * 6]], [[0.7, *[0.05] * 6]]
+    assert decide(scheduler, sure) == [7]
+    for _ in range(30):
+        decide(scheduler, lost)
+    assert decide(scheduler, sure) == [0]
+    for _ in range(30):
+        decide(scheduler, sure)
+    assert decide(scheduler, lost) == [7]
 
 
 def test_drafts_are_shorter(target, drafter):

@@ -21,13 +21,13 @@ from dspark_hf.generation.scheduling import (
     everything,
     expected_tokens,
     global_budget,
-    lower_hull,
     schedule_columns,
     schedule_early_stop,
     static_threshold,
     survival,
     top_k,
     worth_drafting,
+    worth_of_columns,
 )
 from dspark_hf.generation.verification import _next_distribution
 
@@ -179,6 +179,7 @@ LOSSLESS: dict[str, Policy] = {
     "room": lambda c, _: top_k(survival(c, [1, 3]), 2),
     "everything": lambda c, _: everything(survival(c)),
     "columns": lambda c, _: schedule_columns(survival(c), [0.5, 0.6, 0.9], 1.2),
+    "columns with an outlook": lambda c, _: schedule_columns(survival(c), [1.3, 0.3, 0.3], 1.0, [0, 0.6, 0.6]),
     "columns with room": lambda c, _: schedule_columns(survival(c, [1, 3]), [0.2, 0.4, 0.4], 1.0),
 }
 
@@ -512,19 +513,22 @@ def test_columns_are_verified_for_all_requests():
     assert schedule_columns(survivals, [0.2, 0.2, 0.2], 6.0).tolist() == [1, 1]
 
 
-@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=9))
+def test_dear_column_opens_the_way_to_cheap_ones():
+    survivals, costs = survival([[0.6, 0.9, 0.9, 0.9]]), [0.9, 0.02, 0.02, 0.02]
+    assert schedule_columns(survivals, costs, 1.0).tolist() == [0]
+    assert schedule_columns(survivals, costs, 1.0, outlook=[0, 0.9, 0.9, 0.9]).tolist() == [4]
+    assert schedule_columns(survivals, costs, 1.0, outlook=[0, 0.2, 0.2, 0.2]).tolist() == [0]
+
+
+@given(
+    alive=st.floats(0, 8),
+    prices=st.lists(st.floats(0, 2), min_size=1, max_size=6),
+    share=st.floats(0, 1),
+)
 @settings(deadline=None)
-def test_hull_is_convex_and_below(values):
-    hull = lower_hull(values)
-    assert (hull <= np.array(values) + 1e-9).all() and hull[0] == values[0] and hull[-1] == values[-1]
-    assert (np.diff(hull, 2) >= -1e-9).all()
-    # The largest: where it is below a value, it is straight.
-    bent = np.flatnonzero(np.diff(hull, 2) > 1e-6) + 1
-    np.testing.assert_allclose(hull[bent], np.array(values)[bent], atol=1e-6)
-
-
-def test_hull_gets_over_a_jump():
-    np.testing.assert_allclose(lower_hull([104.0, 202.0, 204.0, 206.0]), [104.0, 138.0, 172.0, 206.0])
+def test_worth_of_columns_is_the_best_of_all_ends(alive, prices, share):
+    expected = max(sum(alive * share**k - prices[k] for k in range(end)) for end in range(1, len(prices) + 1))
+    assert worth_of_columns(alive, prices, [share] * len(prices)) == pytest.approx(expected, abs=1e-9)
 
 
 def test_draft_seconds_make_verification_relatively_cheap():
@@ -704,7 +708,7 @@ def test_many_requests_tell_sooner():
         (lambda: static_threshold([[float("nan")]], 0.5), "no probabilities"),
         (lambda: static_threshold([[0.5]], 1.5), "threshold"),
         (lambda: static_threshold([[0.5]], float("nan")), "threshold"),
-        (lambda: schedule_columns([[0.5, 0.5]], [0.1], 1.0), "`costs` has shape"),
+        (lambda: schedule_columns([[0.5, 0.5]], [0.1], 1.0), "`costs` and `outlook` have shapes"),
         (lambda: schedule_columns([[0.5]], [0.1], 0.0), "`speed` is 0.0"),
         (lambda: top_k([[0.5, 0.6]], 1), "rise"),
         (lambda: top_k([[0.5]], -1), "budget"),

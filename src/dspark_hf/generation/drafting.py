@@ -161,10 +161,11 @@ class DraftSession(NoDrafts):
         probs: list[torch.Tensor] = []
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
+        asked: list[list[float]] = []
         for position in range(count):
             if goes_on is not None:
-                worthwhile = goes_on(self._next_confidences(hidden[:, position], ids[-1], position))
-                if position and not worthwhile:
+                asked.append(self._next_confidences(hidden[:, position], ids[-1], position))
+                if not goes_on(asked[-1]) and position:
                     break
             logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
             if position and self.processors.needs_ids:
@@ -176,10 +177,11 @@ class DraftSession(NoDrafts):
                 probs.append(next_probs)
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
-        if self.wants_confidences:
-            drafted = len(ids) - 1
+        if goes_on is not None:
+            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T.nan_to_num()
+        elif self.wants_confidences:
             proposal.confidence_logits, proposal.confidences = self._confidences(
-                hidden[:, :drafted], path[:, :-1], probs
+                hidden[:, :count], path[:, :-1], probs
             )
         return proposal
 

@@ -30,11 +30,11 @@ from .scheduling import (
     Lengths,
     Promise,
     expected_tokens,
-    lower_hull,
     schedule_columns,
     schedule_early_stop,
     survival,
     top_k,
+    worth_of_columns,
 )
 
 # A context length stands for all within this many tokens, so that curves need not be made anew each round.
@@ -176,20 +176,23 @@ class Hardware(_Profiled):
     verifying; like the choice of columns, this looks at its confidence before it is drawn.
 
     What time is worth, tokens per second, is what the rounds before have brought, and at least what plain decoding
-    brings. So it is fixed before a draft, like the budget of the asynchronous scheduler in section 5.2 of the paper,
-    and a jagged curve cannot hold the choice at 0.
+    brings; how many tokens survive further on is what they have shown. So both are fixed before a draft, like the
+    budget of the asynchronous scheduler in section 5.2 of the paper, and a jagged curve cannot hold the choice at 0.
 
     Attributes:
         memory: share of the past that counts on from round to round.
+        outlook: share of tokens that are taken to survive from one column to the next before any round has shown it.
     """
 
     memory: float = 0.9
+    outlook: float = 0.7
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # Rounds of plain decoding: what the rounds so far have brought, and what they took. It starts as if plain.
         self._brought = self._took = 1.0
         self._costs: dict[tuple[int, int, int], Floats] = {}
+        self._shares = np.zeros(0)
 
     @property
     def speed(self) -> float:
@@ -200,27 +203,55 @@ class Hardware(_Profiled):
         counts = self.profile.draft_counts
         if len(counts) == 1:
             return None
-        drafting = self.draft_seconds(len(rows), context, counts[-1]) - self.draft_seconds(len(rows), context, 1)
-        step = drafting / (counts[-1] - 1) * len(rows) / float(self.curve(len(rows), context).seconds_for(len(rows)))
-        # The costs of a whole draft, as the columns to come may make this one cheaper.
-        costs = iter((self.speed * (self._column_costs(len(rows), context, counts[-1]) + max(0.0, step))).tolist())
+        columns = counts[-1]
+        drafting = self.draft_seconds(len(rows), context, columns) - self.draft_seconds(len(rows), context, 1)
+        step = (
+            max(0.0, drafting)
+            / (columns - 1)
+            * len(rows)
+            / float(self.curve(len(rows), context).seconds_for(len(rows)))
+        )
+        prices = (self.speed * (self._column_costs(len(rows), context, columns) + step)).tolist()
+        shares = self._outlook(columns).tolist()
         survivals = [1.0] * len(rows)
 
         def goes_on(confidences: list[float]) -> bool:
             survivals[:] = [before * confidence for before, confidence in zip(survivals, confidences, strict=True)]
-            return sum(survivals) > next(costs)
+            worth = worth_of_columns(sum(survivals), prices, shares)
+            del prices[0], shares[0]
+            return worth > 0
 
         return goes_on
 
     def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
-        return schedule_columns(survivals, self._column_costs(len(rows), context, survivals.shape[1]), self.speed)
+        columns = survivals.shape[1]
+        costs = self._column_costs(len(rows), context, columns)
+        lengths = schedule_columns(survivals, costs, self.speed, self._outlook(columns))
+        self._learn(survival(confidences))
+        return lengths
+
+    def _outlook(self, columns: int) -> Floats:
+        """`(k,)`: share of a column's tokens that survive from the column before."""
+        known = self._shares[:columns]
+        return np.concatenate([known, np.full(columns - len(known), self.outlook)])
+
+    def _learn(self, survivals: Floats) -> None:
+        """Takes the shares of a draft, for the rounds after this one."""
+        columns = survivals.sum(axis=0)
+        before = np.concatenate([[len(survivals)], columns[:-1]])
+        seen = before > 0
+        shares = self._outlook(max(len(columns), len(self._shares)))
+        now = columns[seen] / before[seen]
+        shares[: len(columns)][seen] = self.memory * shares[: len(columns)][seen] + (1 - self.memory) * now
+        self._shares = shares
 
     def _column_costs(self, rows: int, context: int, columns: int) -> Floats:
         """`(k,)`: what each further column costs, in the tokens that plain decoding writes in that time."""
         key = (rows, context // CONTEXT_STEP, columns)
         if key not in self._costs:
             curve = self.curve(rows, context)
-            seconds = lower_hull(curve.seconds_for(rows * np.arange(1, columns + 2)))
+            # Measured times may fall by chance.
+            seconds = np.maximum.accumulate(curve.seconds_for(rows * np.arange(1, columns + 2)))
             self._costs[key] = np.diff(seconds) * rows / float(curve.seconds_for(rows))
         return self._costs[key]
 

@@ -182,48 +182,62 @@ def top_k(survivals: Any, budget: int) -> Lengths:
     return _counts(requests[:budget], len(survivals))
 
 
-def schedule_columns(survivals: Any, costs: Any, speed: float) -> Lengths:
-    """Verifies columns, the k-th drafted tokens of all requests, while each is worth its time.
+def schedule_columns(survivals: Any, costs: Any, speed: float, outlook: Any | None = None) -> Lengths:
+    """Verifies columns, the k-th drafted tokens of all requests, while that is worth its time.
 
     For verifications that pad every request to the longest, so that time is bought by the column. A column is worth
     the tokens that are expected to survive in it, and its time the tokens that other rounds write in it: the choice
-    with the most tokens per second in the long run is the one that gains most over that rate in each round. The first
-    column that is not worth it ends the search.
+    with the most tokens per second in the long run is the one that gains most over that rate in each round. Column by
+    column the search goes on while `worth_of_columns` is positive.
 
     Lossless: whether column k is verified is decided by survivals of the columns up to it, which depend on the tokens
     before it alone, and by numbers from before the draft.
 
     Args:
         survivals: `(R, γ)`, from `survival`.
-        costs: `(γ,)`, the time of each further column, as tokens of plain decoding over all requests; increasing, as
-            `lower_hull` makes them, else a cheap column could stand behind a dear one and never be reached.
+        costs: `(γ,)`, the time of each further column, as tokens of plain decoding over all requests.
         speed: what the rounds before this one have brought, in tokens of plain decoding in the same time.
+        outlook: `(γ,)`, the share of a column's tokens that survive if those of the column before it did, as rounds
+            before this one had it; entry 0 does not count. Without it no column counts on those after it.
 
     Returns:
         `(R,)`, tokens of each request to verify.
     """
     survivals = _survivals(survivals)
     costs = np.asarray(costs, np.float64)
-    if costs.shape != survivals.shape[1:]:
-        raise ValueError(f"`costs` has shape {costs.shape}; give one for each of {survivals.shape[1]} columns.")
+    shares = np.zeros_like(costs) if outlook is None else np.asarray(outlook, np.float64)
+    if not costs.shape == shares.shape == survivals.shape[1:]:
+        raise ValueError(
+            f"`costs` and `outlook` have shapes {costs.shape} and {shares.shape}; give one entry for each of "
+            f"{survivals.shape[1]} columns."
+        )
     if not 0 < speed < math.inf:
         raise ValueError(f"`speed` is {speed}; it is a ratio, above 0.")
-    worth = np.logical_and.accumulate(survivals.sum(axis=0) > speed * costs)
-    return np.minimum(np.count_nonzero(survivals, axis=1), int(worth.sum()))
+    prices, ratios = (speed * costs).tolist(), shares.tolist()
+    columns = survivals.sum(axis=0).tolist()
+    longest = next(
+        (k for k, alive in enumerate(columns) if worth_of_columns(alive, prices[k:], ratios[k:]) <= 0), len(columns)
+    )
+    return np.minimum(np.count_nonzero(survivals, axis=1), longest)
 
 
-def lower_hull(values: Any) -> Floats:
-    """The largest convex sequence that is nowhere above `values (n,)`."""
-    values = np.asarray(values, np.float64)
-    corners: list[int] = []
-    for index in range(len(values)):
-        while len(corners) > 1:
-            first, last = corners[-2:]
-            if (values[last] - values[first]) * (index - first) < (values[index] - values[first]) * (last - first):
-                break
-            corners.pop()
-        corners.append(index)
-    return np.interp(np.arange(len(values)), corners, values[corners])
+def worth_of_columns(alive: float, prices: Sequence[float], shares: Sequence[float]) -> float:
+    """The most that a column, with any number of those after it, is expected to bring over its price.
+
+    The columns after it count, as a first column that is dear may open the way to cheap ones: on many machines two
+    tokens take much longer than one, and eight hardly longer than two.
+
+    Args:
+        alive: expected tokens of the column over all requests.
+        prices: of the column and those after it, in tokens.
+        shares: of a column's tokens, those that survive in the next; the first entry does not count.
+    """
+    best = gain = alive - prices[0]
+    for price, share in zip(prices[1:], shares[1:], strict=True):
+        alive *= share
+        gain += alive - price
+        best = max(best, gain)
+    return best
 
 
 def schedule_early_stop(survivals: Any, curve: CapacityCurve, draft_seconds: float = 0.0) -> Lengths:
@@ -534,11 +548,11 @@ __all__ = [
     "everything",
     "expected_tokens",
     "global_budget",
-    "lower_hull",
     "schedule_columns",
     "schedule_early_stop",
     "static_threshold",
     "survival",
     "top_k",
     "worth_drafting",
+    "worth_of_columns",
 ]
