@@ -7,7 +7,7 @@ models loop when they decode greedily, and loops are easy to draft: the share of
 figure, and sampling at temperature 1 is the headline.
 
 A batch of prompts of all kinds, padded on the left, is measured in the same way against plain batched `generate`.
-What the machine takes for drafts and verifications is measured first, as `dspark profile` does.
+Whole drafts are verified; for another `--scheduler`, what the machine takes is measured first, as by `dspark profile`.
 
     python benchmarks/embedded_pair.py --prompts-per-kind 5 --repeats 5 --batch-size 8
 """
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--scheduler", choices=["none", *SCHEDULERS], default="hardware")
+    parser.add_argument("--scheduler", choices=["none", *SCHEDULERS], default="none")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS / "embedded_pair.json")
     args = parser.parse_args()

@@ -166,8 +166,9 @@ def test_distribution_with_a_draft_vocabulary(target, exact_laws, head, threshol
     assert min(p_values(target, drafter, exact_laws, threshold, True, 2 * SAMPLES)) > 1e-3
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("kind", [Hardware, EarlyStop, Asynchronous])
+@pytest.mark.parametrize(
+    ("kind", "batched"), [(Hardware, False), (Hardware, True), (EarlyStop, True), (Asynchronous, True)]
+)
 def test_distribution_under_a_scheduler(target, exact_laws, kind, batched):
     """On costs that make it verify more of some drafts than of others."""
     costs = (((10.0, 13.0, 17.0, 22.0),) * 2,)
