@@ -34,6 +34,7 @@ def checkout(tmp_path, monkeypatch):
     for name in ("src", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

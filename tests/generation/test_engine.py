@@ -6,9 +6,12 @@ import functools
 import gc
 import queue
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
@@ -768,3 +771,29 @@ def test_five_hundred_requests():
     assert cancelled == 0 and errors == [ZeroDivisionError, LookupError]
     assert engine.stats.batch > 400 and not engine._open and not engine._queue
     assert max(tensors[1:]) <= tensors[0] + 5, tensors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("text", TypeError, "`input_ids` is a str; give the token ids"),
+        (None, TypeError, "`input_ids` is a NoneType"),
+        ([10**7], ValueError, "`input_ids` goes from 10000000 to 10000000; the target's tokens are 0 to"),
+        ([-1, 3], ValueError, "`input_ids` goes from -1 to 3"),
+    ],
+)
+def test_prompt_that_is_none_is_named(prompt, error, message):
+    with SpeculativeEngine(tiny_target(), None, threaded=False) as engine, pytest.raises(error, match=message):
+        engine.submit(prompt)
+
+
+def test_program_that_ends_without_closing_ends_well():
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from dspark_hf import SpeculativeEngine
+from tests.tiny import tiny_target
+SpeculativeEngine(tiny_target(), None).submit([5, 6, 7], max_new_tokens=400, eos_token_id=None)
+"""
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", script, str(root)], check=False).returncode == 0

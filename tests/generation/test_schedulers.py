@@ -310,6 +310,16 @@ def test_auto_needs_a_profile_with_drafts(target, calibrated, monkeypatch):
             resolved(target, calibrated, "hardware")
 
 
+def test_profile_that_cannot_be_used_is_said_by_name_only(target, calibrated, monkeypatch):
+    def damaged(target, drafter):
+        raise ValueError("it is damaged")
+
+    monkeypatch.setattr(schedulers, "find_profile", damaged)
+    assert resolved(target, calibrated) is Scheduler
+    with pytest.raises(ValueError, match="it is damaged"):
+        resolved(target, calibrated, "hardware")
+
+
 def test_auto_is_the_default_of_generate(target, calibrated, saved_profile, monkeypatch):
     used = []
     monkeypatch.setattr(Hardware, "record", lambda self, *args: used.append(args))

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from .answers import Key
 
 SYNC_EVERY = 64
@@ -35,6 +37,21 @@ class Journal:
     def __init__(self, output: Path, manifest: dict[str, Any], retry_failed: bool = False) -> None:
         if output.is_dir():
             raise IsADirectoryError(f"`output` is {str(output)!r}, which is a folder; give a JSON Lines file.")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(_beside(output, ".lock"), blocking=False)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise OSError(
+                f"`output` is {str(output)!r}, which another run is writing; wait for it, or give another file."
+            ) from error
+        try:
+            self._open(output, manifest, retry_failed)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self, output: Path, manifest: dict[str, Any], retry_failed: bool) -> None:
         failures = _beside(output, ".failed.jsonl")
         _check_manifest(output, manifest, started=any(map(_has_content, (output, failures))))
         if retry_failed:
@@ -58,6 +75,7 @@ class Journal:
     ) -> None:
         self._rows.close()
         self._failures.close()
+        self._lock.release()
 
 
 class _File:

@@ -230,6 +230,10 @@ class CapacityProfile:
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 file.write(text)
+            # Readable for others like any new file, not for its owner only.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(new, 0o666 & ~umask)
             os.replace(new, path)
         except OSError:
             os.unlink(new)
@@ -247,8 +251,8 @@ class CapacityProfile:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{os.fspath(path)!r} is no capacity profile that can be used: {error} Delete it, and measure again "
-                "with `dspark profile`."
+                f"{os.fspath(path)!r} is no capacity profile that can be used: {str(error).rstrip('.')}. Delete it, "
+                "and measure again with `dspark profile`."
             ) from error
 
 

@@ -17,6 +17,7 @@ one process that serves or evaluates, or writes training answers. For fleets, us
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import traceback
@@ -350,6 +351,8 @@ class SpeculativeEngine:
         self._stepping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True) if threaded else None
         if self._thread is not None:
+            # A thread that is still in torch when the interpreter goes down would abort the process.
+            atexit.register(self.close, cancel=True)
             self._thread.start()
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -408,7 +411,12 @@ class SpeculativeEngine:
         for name, reason in _NOT_FOR_REQUESTS.items():
             if options.get(name) is not None:
                 raise ValueError(f"`{name}` is not an option of a request: {reason}.")
-        call = _prepare_call(self.target, _one_prompt(input_ids).to(self.target.device), options)
+        ids = _one_prompt(input_ids)
+        size = self.target.config.get_text_config(decoder=True).vocab_size
+        least, most = int(ids.min()), int(ids.max())
+        if not 0 <= least <= most < size:
+            raise ValueError(f"`input_ids` goes from {least} to {most}; the target's tokens are 0 to {size - 1}.")
+        call = _prepare_call(self.target, ids.to(self.target.device), options)
         call.check(self.target)
         if self.drafter is not None:
             warn_on_other_template(call.input_ids, self.drafter)
@@ -553,6 +561,7 @@ class SpeculativeEngine:
                 pass
         elif self._thread is not threading.current_thread():
             self._thread.join()
+            atexit.unregister(self.close)
         if self.drafter is not None:
             warn_on_collapse(self.stats, self.drafter)
 
@@ -591,7 +600,13 @@ def _resolve(
 
 def _one_prompt(input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """`(1, length)`."""
-    ids = torch.as_tensor(input_ids)
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"`input_ids` is a {type(input_ids).__name__}; give the token ids of one prompt, such as "
+            "`tokenizer(text).input_ids`."
+        ) from error
     if ids.dim() == 1:
         ids = ids[None]
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..models import DSparkDrafter
 from .capacity import CapacityProfile, find_profile
@@ -36,6 +37,8 @@ from .scheduling import (
     top_k,
     worth_of_columns,
 )
+
+logger = logging.get_logger(__name__)
 
 # A context length stands for all within this many tokens, so that curves need not be made anew each round.
 CONTEXT_STEP = 64
@@ -330,14 +333,20 @@ def resolve_scheduler(choice: Any, target: PreTrainedModel, drafter: DSparkDraft
             f"`dspark_scheduler` is {name!r}, but this drafter has no confidence head (`enable_confidence_head` is "
             "false in its config); give `dspark_num_draft_tokens` or `dspark_verify_budget` instead."
         )
-    profile = find_profile(target, drafter)
+    try:
+        profile = find_profile(target, drafter)
+    except (OSError, ValueError) as error:
+        if name != "auto":
+            raise
+        logger.warning_once(f"Every drafted token is verified, as the capacity profile cannot be used: {error}")
+        profile = None
     if profile is None or profile.draft is None:
         if name == "auto":
             return Scheduler()
         raise ValueError(
             f"`dspark_scheduler` is {name!r}, but what this target and drafter cost on this device, in this dtype and "
-            "with this attention implementation, has not been measured. Run `dspark profile --target ... --drafter "
-            "...`, or save a profile of `dspark_hf.generation.capacity.measure_capacity`."
+            "with this attention implementation and number of threads, has not been measured. Run `dspark profile "
+            "--target ... --drafter ...`, or save a profile of `dspark_hf.generation.capacity.measure_capacity`."
         )
     return SCHEDULERS["hardware" if name == "auto" else name](profile)
 
