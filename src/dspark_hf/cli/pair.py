@@ -34,8 +34,8 @@ def decoding_options(max_new_tokens: int, temperature: float, top_k: int, top_p:
     return options | ({"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {})
 
 
-def load_pair(target: str, drafter: str, device: str | None, dtype: str) -> tuple[Any, Any, Any]:
-    """The target, its tokenizer and the drafter, on one device and in one dtype; a GPU if there is one.
+def load_pair(target: str, drafter: str | None, device: str | None, dtype: str) -> tuple[Any, Any, Any]:
+    """The target, its tokenizer and the drafter, if any, on one device and in one dtype; a GPU if there is one.
 
     Raises:
         OSError, ValueError: if one of them cannot be loaded, they do not fit, or the device cannot be used.
@@ -48,11 +48,12 @@ def load_pair(target: str, drafter: str, device: str | None, dtype: str) -> tupl
     _check_device(device)
     # The drafter first, which is small: nobody should wait for the target to be told that the drafter is missing.
     with user_errors(pretrained_model_name_or_path="--drafter"):
-        helper = AutoDrafter.from_pretrained(drafter)
+        helper: Any = None if drafter is None else AutoDrafter.from_pretrained(drafter)
     with user_errors(target="--target"):
         model, tokenizer = _load_target(target, device, dtype)
-    helper = helper.to(device=model.device, dtype=model.dtype)
-    helper.check_target(model)
+    if helper is not None:
+        helper = helper.to(device=model.device, dtype=model.dtype)
+        helper.check_target(model)
     return model, tokenizer, helper
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
-from .pair import _check_device, _load_target, check_decoding, load_pair
+from .pair import check_decoding, load_pair
 
 if TYPE_CHECKING:
     from ..data import PrepareReport
@@ -109,7 +109,7 @@ def prepare(
         rows = _read(prompts, dataset, subset, split)
         model, tokenizer, helper = target, None, None
         if server is None:
-            model, tokenizer, helper = _load(target, drafter, device, dtype)
+            model, tokenizer, helper = load_pair(target, drafter, device, dtype)
         columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task("", total=None)
@@ -145,17 +145,6 @@ def _read(prompts: str | None, dataset: str | None, subset: str | None, split: s
     from datasets import load_dataset
 
     return load_dataset(dataset, subset, split=split)
-
-
-def _load(target: str, drafter: str | None, device: str | None, dtype: str) -> tuple[Any, Any, Any]:
-    """The target, its tokenizer and the drafter, if there is one."""
-    if drafter is not None:
-        return load_pair(target, drafter, device, dtype)
-    import torch
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
-    return *_load_target(target, device, dtype), None
 
 
 def _summary(report: PrepareReport, output: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
-from .pair import _check_device, _load_target, check_decoding, load_pair
+from .pair import check_decoding, load_pair
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def profile(
         check_decoding(max_new_tokens=1, temperature=0, top_k=0, top_p=1, dtype=dtype, seed=0, repeats=repeats)
         check_measurement(max_rows=max_rows, lengths=lengths, contexts=contexts, repeats=repeats, warmup=0)
         _check_files(output, figure)
-        model, helper = _load(target, drafter, device, dtype)
+        model, _, helper = load_pair(target, drafter, device, dtype)
         measured = _with_progress(
             measure_capacity, model, helper, max_rows=max_rows, lengths=lengths, contexts=contexts, repeats=repeats
         )
@@ -89,20 +89,6 @@ def _check_files(output: str | None, figure: str | None) -> None:
         raise ValueError(f"--figure is {figure!r}, in a folder that does not exist; make it first.")
     if not can_plot():
         raise ValueError('--figure needs matplotlib: pip install "dspark-hf[plots]".')
-
-
-def _load(target: str, drafter: str | None, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """The target and its drafter, if there is one, as `load_pair` loads them."""
-    import torch
-
-    if drafter is not None:
-        model, _, helper = load_pair(target, drafter, device, dtype)
-        return model, helper
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
-    with user_errors(target="--target"):
-        model, _ = _load_target(target, device, dtype)
-    return model, None
 
 
 def _with_progress(measure: Any, *arguments: Any, **options: Any) -> CapacityProfile:

@@ -138,7 +138,6 @@ def warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> N
 
 def warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
     """Says once that hardly any drafted token was kept."""
-    """Says once that next to nothing was accepted of many drafts."""
     drafting = [entry for entry in stats.rounds if entry.verified > 0]
     if len(drafting) < COLLAPSE_ROUNDS:
         return

@@ -208,12 +208,7 @@ class Hardware(_Profiled):
             return None
         columns = counts[-1]
         drafting = self.draft_seconds(len(rows), context, columns) - self.draft_seconds(len(rows), context, 1)
-        step = (
-            max(0.0, drafting)
-            / (columns - 1)
-            * len(rows)
-            / float(self.curve(len(rows), context).seconds_for(len(rows)))
-        )
+        step = max(0.0, drafting) / (columns - 1) * self._plain_rate(len(rows), context)
         prices = (self.speed * (self._column_costs(len(rows), context, columns) + step)).tolist()
         shares = self._outlook(columns).tolist()
         survivals = [1.0] * len(rows)
@@ -255,8 +250,12 @@ class Hardware(_Profiled):
             curve = self.curve(rows, context)
             # Measured times may fall by chance.
             seconds = np.maximum.accumulate(curve.seconds_for(rows * np.arange(1, columns + 2)))
-            self._costs[key] = np.diff(seconds) * rows / float(curve.seconds_for(rows))
+            self._costs[key] = np.diff(seconds) * self._plain_rate(rows, context)
         return self._costs[key]
+
+    def _plain_rate(self, rows: int, context: int) -> float:
+        """Tokens per second of plain decoding, over all rows."""
+        return rows / float(self.curve(rows, context).seconds_for(rows))
 
     def _remember(self, brought: float, took: float) -> None:
         self._brought = self.memory * self._brought + brought
