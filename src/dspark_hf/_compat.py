@@ -160,6 +160,25 @@ def crop_cache(cache: Cache, rejected: int) -> None:
 _MOVABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 
 
+def is_plain_cache(cache: Cache) -> bool:
+    """Whether `cache` replaces its tensors in every step, and so keeps none from one call to the next."""
+    return type(cache) is DynamicCache and all(type(layer) in _MOVABLE_LAYERS for layer in cache.layers)
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a forward hook is Transformers' own, which captures hidden states for the output only."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def make_ordinary(cache: Cache) -> None:
+    """Copies what `cache` holds of inference mode to ordinary tensors, with which anyone may go on."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            states = getattr(layer, name, None)
+            if isinstance(states, torch.Tensor) and states.is_inference():
+                setattr(layer, name, states.clone())
+
+
 def check_realignment(cache: Cache, target: PreTrainedModel) -> None:
     """Raises `ValueError` where the rows of `cache` cannot be moved apart, as a batch needs."""
     kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _MOVABLE_LAYERS})

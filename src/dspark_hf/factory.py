@@ -220,10 +220,7 @@ def get_drafter(
         drafter = get_drafter(target, DSparkConfig(num_hidden_layers=5), tokenizer=tokenizer)
         ```
     """
-    _check_target(target)
-    config = copy.deepcopy(config) if config is not None else DSparkConfig()
-    _fill(config, target, tokenizer)
-    config._check()
+    config = complete_config(target, config, tokenizer=tokenizer)
     if (draft_tokens is None) != (config.draft_vocab_size is None):
         raise ValueError(
             f"`draft_vocab_size` is {config.draft_vocab_size} and `draft_tokens` is "
@@ -235,6 +232,23 @@ def get_drafter(
         drafter.set_draft_tokens(draft_tokens)
     drafter.bind_target(target)
     return drafter.eval()
+
+
+def complete_config(
+    target: PreTrainedModel,
+    config: DSparkConfig | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> DSparkConfig:
+    """The config of the drafter that `get_drafter` builds from the same arguments, whose errors it raises.
+
+    The target's weights are not read: it may be on the meta device.
+    """
+    _check_target(target)
+    config = copy.deepcopy(config) if config is not None else DSparkConfig()
+    _fill(config, target, tokenizer)
+    config._check()
+    return config
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -502,6 +516,7 @@ __all__ = [
     "TARGET_FAMILIES",
     "AutoDrafter",
     "choose_mask_token",
+    "complete_config",
     "default_target_layers",
     "flat_rope",
     "get_drafter",

@@ -161,12 +161,18 @@ def test_labels_are_those_of_the_text(target, drafter, prompt):
     """Followed by hand: which drafted tokens are those of the greedy text, and what the head said about them."""
     seen = []
 
-    def watch(hidden, previous_ids):
-        logits = type(drafter).confidence_logits(drafter, hidden, previous_ids)
-        seen.append((previous_ids[0].tolist(), logits[0].tolist()))
+    embedded = []
+
+    def embed(previous_ids):
+        embedded.append(previous_ids)
+        return type(drafter).embed_previous(drafter, previous_ids)
+
+    def watch(hidden, embedding):
+        logits = type(drafter).confidence_logits(drafter, hidden, embedding)
+        seen.append((embedded[-1][0].tolist(), logits[0].tolist()))
         return logits
 
-    drafter.confidence_logits = watch
+    drafter.embed_previous, drafter.confidence_logits = embed, watch
     options = {"max_new_tokens": 40, "do_sample": False}
     rounds = collect_observations(target, drafter, [prompt], **options)
     text = target.generate(input_ids=prompt, **options)[0].tolist() + [-1] * GAMMA

@@ -222,7 +222,9 @@ def test_step_by_step_equals_teacher_forcing(head_type: str) -> None:
     previous = tiny_prompt(7, batch=2)
     expected, state = drafter.sequential_logits(base, hidden, previous), None
     for position in range(7):
-        logits, state = drafter.draft_step(base[:, position], hidden[:, position], previous[:, position], state)
+        logits, state = drafter.draft_step(
+            base[:, position], hidden[:, position], drafter.embed_previous(previous[:, position]), state
+        )
         torch.testing.assert_close(logits, expected[:, position], atol=1e-5, rtol=1e-5)
 
 
@@ -238,7 +240,7 @@ def test_confidence_follows_its_formula_and_never_sees_the_token_itself() -> Non
     hidden, previous = torch.randn(3, HIDDEN_SIZE), tiny_prompt(3)[0]
     joint = torch.cat([hidden, drafter.markov_head.markov_w1.weight[previous]], dim=-1)
     expected = joint @ drafter.confidence_head.proj.weight[0] + drafter.confidence_head.proj.bias
-    torch.testing.assert_close(drafter.confidence_logits(hidden, previous), expected)
+    torch.testing.assert_close(drafter.confidence_logits(hidden, drafter.embed_previous(previous)), expected)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -255,9 +257,9 @@ def test_heads_can_be_left_out(tmp_path: Path, rank: int, confidence: bool) -> N
     loaded.bind_target(target)
     assert torch.equal(run(loaded), run(drafter))
     hidden, base, previous = torch.randn(2, HIDDEN_SIZE), torch.randn(2, VOCAB_SIZE), torch.tensor([3, 4])
-    logits, _ = loaded.draft_step(base, hidden, previous, None)
+    logits, _ = loaded.draft_step(base, hidden, loaded.embed_previous(previous), None)
     assert torch.equal(logits, base) == (rank == 0)
-    confidences = loaded.confidence_logits(hidden, previous)
+    confidences = loaded.confidence_logits(hidden, loaded.embed_previous(previous))
     assert (confidences is not None) == confidence
     if confidences is not None:
         assert confidences.shape == (2,)
@@ -335,7 +337,8 @@ def test_gradients_reach_every_weight_and_only_the_drafter() -> None:
     output = drafter(block, torch.randn(1, 5, width), torch.arange(12)[None])
     previous = tiny_prompt(7)
     logits = drafter.sequential_logits(output.logits, output.last_hidden_state, previous)
-    loss = logits.square().mean() + drafter.confidence_logits(output.last_hidden_state, previous).square().mean()
+    confidences = drafter.confidence_logits(output.last_hidden_state, drafter.embed_previous(previous))
+    loss = logits.square().mean() + confidences.square().mean()
     loss.backward()
     assert [name for name, parameter in drafter.named_parameters() if parameter.grad is None] == []
 

@@ -147,7 +147,7 @@ def test_teacher_forced_heads(case: Case, block: str) -> None:
     hidden, previous = case.expected[f"{block}.hidden"], case.expected[f"{block}.forced_prev"]
     logits = case.drafter.sequential_logits(case.expected[f"{block}.base_logits"], hidden, previous)
     assert_close(logits, case.expected[f"{block}.forced_logits"], "forced_logits")
-    confidence = case.drafter.confidence_logits(hidden, previous)
+    confidence = case.drafter.confidence_logits(hidden, case.drafter.embed_previous(previous))
     if confidence is None:
         assert f"{block}.forced_confidence_logits" not in case.expected
     else:
@@ -161,8 +161,10 @@ def test_greedy_draft_step_by_step(case: Case, block: str) -> None:
     previous, state = case.expected[f"{block}.draft_input_ids"][:, 0], None
     for position in range(case.drafter.config.block_size):
         hidden = output.last_hidden_state[:, position]
-        confidence = case.drafter.confidence_logits(hidden, previous)
-        logits, state = case.drafter.draft_step(output.logits[:, position], hidden, previous, state)
+        confidence = case.drafter.confidence_logits(hidden, case.drafter.embed_previous(previous))
+        logits, state = case.drafter.draft_step(
+            output.logits[:, position], hidden, case.drafter.embed_previous(previous), state
+        )
         previous = logits.argmax(dim=-1)
         assert_close(logits, case.expected[f"{block}.greedy_logits"][:, position], f"greedy_logits {position}")
         assert torch.equal(previous, case.expected[f"{block}.greedy_tokens"][:, position])
@@ -214,8 +216,9 @@ def test_sampling_case_distributions() -> None:
     names = ("pos1", "pos2_given_x1", "pos3_given_x2")
     for position, (name, previous) in enumerate(zip(names, (anchor[0], everything, everything), strict=True)):
         hidden = output.last_hidden_state[:, position].expand(len(previous), -1)
-        logits, _ = drafter.draft_step(output.logits[:, position], hidden, previous, None)
-        probabilities, confidence = logits.softmax(dim=-1), drafter.confidence_logits(hidden, previous)
+        embedding = drafter.embed_previous(previous)
+        logits, _ = drafter.draft_step(output.logits[:, position], hidden, embedding, None)
+        probabilities, confidence = logits.softmax(dim=-1), drafter.confidence_logits(hidden, embedding)
         assert_close(probabilities.view_as(expected[f"draft_probs_{name}"]), expected[f"draft_probs_{name}"], name)
         assert_close(
             confidence.view_as(expected[f"confidence_logit_{name}"]), expected[f"confidence_logit_{name}"], name

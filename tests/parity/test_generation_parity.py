@@ -45,7 +45,7 @@ def test_greedy_run(case, run, route):
 def test_sampled_run_with_the_reference_seed(index, monkeypatch):
     """With the reference's way of drawing a token: same seed, same order of draws, same tokens."""
     for module in (drafting, verification):
-        monkeypatch.setattr(module, "sample", lambda probs: torch.multinomial(probs, 1).squeeze(1))
+        monkeypatch.setattr(module, "draw", lambda probs: torch.multinomial(probs, 1).squeeze(1))
     target, drafter = load_target(SAMPLING_CASE), load_drafter(SAMPLING_CASE)
     expected = load_json(SAMPLING_CASE)["seeded_runs"][index]
     prompt = load_tensors(SAMPLING_CASE)["input_ids"]

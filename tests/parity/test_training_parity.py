@@ -138,7 +138,7 @@ def test_logits_and_confidence(case: Case) -> None:
         close(target_logits[counted], case["aligned_target_logits"][counted])
         accept = 1 - (logits.softmax(-1) - target_logits.softmax(-1)).abs().sum(-1) / 2
         close(accept[counted], case["accept_rate"][counted])
-        confidence = drafter.confidence_logits(hidden, blocks.previous_ids)
+        confidence = drafter.confidence_logits(hidden, drafter.embed_previous(blocks.previous_ids))
         if confidence is None:
             assert "train.confidence_pred" not in case.tensors
         else:

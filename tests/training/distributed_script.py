@@ -1,34 +1,55 @@
-"""Started by `test_distributed.py`, in one process and in two: `distributed_script.py target_folder output_folder`."""
+"""Started by `test_distributed.py`: `distributed_script.py target_folder output_folder`, in one process and in two.
+
+Two train once with the target whole in each process (`whole`) and once with its layers spread over both (`sharded`),
+and compare the gradients of a drafter in pieces, as FSDP makes it, with those of a whole one.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
-from dspark_hf import DSparkConfig, get_drafter
-from dspark_hf.training import DSparkTrainingArguments, train_drafter
+from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
+from dspark_hf.training import (
+    DSparkTrainingArguments,
+    LossWeights,
+    blockwise_loss,
+    compute_target_states,
+    load_target,
+    sample_anchors,
+    train_drafter,
+)
 
 
-def main() -> None:
-    target_folder, output = sys.argv[1:]
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_pretrained(target_folder)
-    drafter = get_drafter(target, DSparkConfig(num_hidden_layers=1, markov_rank=8, block_size=4))
+def make_rows(vocab_size: int) -> list[dict[str, list[int]]]:
+    """Rows of unequal length and weight: a mean of the processes' means would be another loss."""
     rows = []
-    for index in range(16):
-        # Unequal weights on the two sides: a mean of the processes' means would be another loss.
-        length = 20 + index % 7
-        ids = torch.randint(0, drafter.config.vocab_size, (length,)).tolist()
-        rows.append({"input_ids": ids, "loss_mask": [0] * (index % 5 * 3) + [1] * (length - index % 5 * 3)})
+    for index in range(48):
+        length, unread = 12 + index * 7 % 29, index % 5 * 2
+        ids = torch.randint(0, vocab_size, (length,)).tolist()
+        rows.append({"input_ids": ids, "loss_mask": [0] * unread + [1] * (length - unread)})
+    return rows
+
+
+def make_drafter(target: PreTrainedModel, head: str = "vanilla") -> DSparkDrafter:
+    torch.manual_seed(0)
+    config = DSparkConfig(num_hidden_layers=1, markov_rank=8, block_size=4, markov_head_type=head)
+    return get_drafter(target, config)
+
+
+def train(target_folder: str, output: Path, processes: int, device_map: str | None = None) -> None:
     args = DSparkTrainingArguments(
-        output_dir=output,
-        max_steps=2,
+        output_dir=str(output),
+        max_steps=6,
         per_device_train_batch_size=4 // processes,
         gradient_accumulation_steps=2,
         num_anchors=5,
@@ -41,8 +62,55 @@ def main() -> None:
         use_cpu=True,
         loss_memory=0.02,  # 10 slots
         ddp_backend="gloo" if processes > 1 else None,
+        disable_tqdm=True,
     )
+    target, _ = load_target(target_folder, device_map=device_map)
+    drafter = make_drafter(target)
+    rows = make_rows(drafter.config.vocab_size)
     train_drafter(target, Dataset.from_list(rows), drafter, args, eval_data=Dataset.from_list(rows[:8]))
+    kept = sum(p.to_local().numel() if device_map else p.numel() for p in target.model.layers.parameters())
+    whole = sum(p.numel() for p in target.model.layers.parameters())
+    assert (kept < 0.6 * whole) == (device_map == "fsdp"), "between batches a process holds its share only"
+
+
+def compare_gradients(target: PreTrainedModel) -> None:
+    """Gradients of a drafter in pieces, each process with rows of its own, equal the mean of a whole one's."""
+    torch.manual_seed(1 + dist.get_rank())
+    ids = torch.randint(0, 100, (2, 20))
+    mask = torch.ones_like(ids)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def backward(drafter: DSparkDrafter) -> None:
+        anchors = sample_anchors(ids, mask, mask, 5, 0, 0)
+        states = compute_target_states(target, drafter.config.target_layer_ids, ids, mask)
+        loss = blockwise_loss(
+            drafter, drafter, ids, mask.bool(), anchors, states, LossWeights(), total_weight=torch.tensor(100.0)
+        )
+        loss.loss.backward()
+
+    for head in ("vanilla", "rnn"):
+        drafter = make_drafter(target, head).train()
+        whole = copy.deepcopy(drafter)
+        whole.bind_target(target)
+        for layer in drafter.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(drafter, mesh=mesh, reshard_after_forward=False)
+        backward(drafter)
+        backward(whole)
+        for (name, part), parameter in zip(drafter.named_parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(parameter.grad)
+            expected = parameter.grad / dist.get_world_size()
+            torch.testing.assert_close(part.grad.full_tensor(), expected, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def main() -> None:
+    target_folder, output = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    train(target_folder, output / "whole", processes)
+    if processes > 1:
+        train(target_folder, output / "sharded", processes, device_map="fsdp")
+        compare_gradients(load_target(target_folder)[0])
 
 
 if __name__ == "__main__":

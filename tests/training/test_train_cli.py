@@ -10,10 +10,10 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from dspark_hf import DSparkDrafter
-from dspark_hf.cli.train import train
+from dspark_hf.cli.train import PASSES_ON, train
 
 app = typer.Typer()
-app.command()(train)
+app.command(context_settings=PASSES_ON)(train)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_train_and_resume(target_folder: Path, data: Path, dataset: Dataset, tmp
         (["--batch-size", 0], "--batch-size is 0; it must be at least 1"),
         (["--learning-rate", -1], "--learning-rate is -1.0; it must be a positive number"),
         (["--seed", -1], "--seed is -1; it must be from 0"),
-        (["--logging-steps", 0], "--logging-steps is 0; it must be a positive number"),
+        (["--logging-steps", 0], "--logging-steps is 0.0; it must be a positive number"),
         (["--drafter-layers", 0], "--drafter-layers is 0; it must be at least 1"),
         (["--target-layers", 9], "--target-layers is [9], out of range"),
         (["--data", "."], "--data is '.', which is a folder; give a JSON Lines file"),

@@ -6,26 +6,30 @@ from typing import Annotated
 
 import typer
 
+from .cache import cache
 from .calibrate import calibrate
 from .demo import demo
 from .generate import generate
+from .plan import plan
 from .prepare import prepare
 from .profile import profile
-from .train import train
+from .train import PASSES_ON, train
 
 app = typer.Typer(
     name="dspark",
-    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, train, calibrate and "
+    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, calibrate and "
     "profile them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("cache")(cache)
 app.command("calibrate")(calibrate)
 app.command("demo")(demo)
 app.command("generate")(generate)
+app.command("plan")(plan)
 app.command("prepare")(prepare)
 app.command("profile")(profile)
-app.command("train")(train)
+app.command("train", context_settings=PASSES_ON)(train)
 
 
 @app.callback(invoke_without_command=True)

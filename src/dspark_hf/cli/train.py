@@ -5,20 +5,28 @@ from __future__ import annotations
 import enum
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .errors import user_errors
 
+if TYPE_CHECKING:
+    from ..models import DSparkDrafter
+    from ..training.recipe import Arguments
+
 FLAGS = {
     "block_size": "--block-size",
     "ce_weight": "--ce-weight",
+    "data_file": "--data",
     "draft_vocab_size": "--draft-vocab-size",
+    "enable_confidence_head": "--confidence/--no-confidence",
     "enable_thinking": "--thinking/--no-thinking",
+    "eval_file": "--eval-data",
     "gradient_accumulation_steps": "--gradient-accumulation",
     "learning_rate": "--learning-rate",
     "logging_steps": "--logging-steps",
+    "markov_head_type": "--markov-head",
     "markov_rank": "--markov-rank",
     "mask_token_id": "--mask-token-id",
     "max_length": "--max-length",
@@ -32,10 +40,18 @@ FLAGS = {
     "save_steps": "--save-steps",
     "seed": "--seed",
     "target": "--target",
+    "target_device_map": "--target-device-map",
     "target_layer_ids": "--target-layers",
     "tv_weight": "--tv-weight",
+    "warm_start": "--warm-start",
 }
 """Flags by the library's names for them."""
+
+OPTIONS = {flag.split("/")[0].removeprefix("--").replace("-", "_"): name for name, flag in FLAGS.items()}
+"""The library's names by this command's; all others are the same."""
+
+PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of the command: options that it does not know are looked up among the library's."""
 
 
 class MarkovHead(str, enum.Enum):
@@ -47,17 +63,33 @@ class MarkovHead(str, enum.Enum):
 
 
 def train(
-    target: Annotated[str, typer.Option(help="Model to draft for: a Hub repository or a local folder.")],
+    context: typer.Context,
+    target: Annotated[
+        str | None, typer.Option(help="Model to draft for: a Hub repository or a local folder. [needed]")
+    ] = None,
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Training rows, a JSON Lines file. Each row has `messages`, `prompt` and `response`, `text`, or "
-            "`input_ids` with an optional `loss_mask`."
+            "`input_ids` with an optional `loss_mask`. [needed]"
         ),
-    ],
-    output: Annotated[str, typer.Option(help="Folder for the drafter and its checkpoints.")],
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Folder for the drafter and its checkpoints. [needed]")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="YAML file with options by the library's names; those given here go first."),
+    ] = None,
     eval_data: Annotated[
         str | None, typer.Option(help="Held-out rows of the same form, evaluated after each epoch.")
+    ] = None,
+    target_device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the target's weights go: `fsdp` spreads its layers over all processes, `auto` over the devices "
+            "of one process. [default: whole on the device of each process]"
+        ),
     ] = None,
     drafter_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
     block_size: Annotated[int, typer.Option(help="Tokens drafted in one round.")] = 7,
@@ -101,82 +133,99 @@ def train(
     """Train a drafter for a target.
 
     The target stays frozen and its states are computed on the way, so nothing but text is needed. The drafter, the
-    tokenizer and training_summary.json are written to --output. On several GPUs start it with
-    `torchrun --nproc-per-node N --no-python dspark train ...`.
+    tokenizer and training_summary.json are written to --output. Every other option of `DSparkTrainingArguments` is
+    given by its name, here (`--weight-decay 0.1`) or in the recipe (`weight_decay: 0.1`). On several GPUs start it
+    with `accelerate launch --no_python dspark train ...`.
     """
+    with user_errors(**FLAGS):
+        _train(_arguments(context, recipe))
+
+
+def _arguments(context: typer.Context, recipe: str | None) -> Arguments:
+    """The options of the command line, before those of the recipe, before this command's defaults."""
     # Here and not above: other commands start faster without the trainer.
+    from ..training.recipe import RecipeParser
+
+    given = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if name != "recipe" and source is not None and source.name == "COMMANDLINE":
+            given[OPTIONS.get(name, name)] = value
+    if "target_layer_ids" in given:
+        given["target_layer_ids"] = _layers(given["target_layer_ids"])
+    if "markov_head_type" in given:
+        given["markov_head_type"] = given["markov_head_type"].value
+    defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
+    if "per_device_train_batch_size" in given:
+        defaults["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
+    parser = RecipeParser()
+    in_recipe = {} if recipe is None else parser.read(recipe)
+    if "eval_file" in {**in_recipe, **given}:
+        defaults["eval_strategy"] = "epoch"
+    return parser.parse_values({**defaults, **in_recipe, **given}, context.args, flags=OPTIONS)
+
+
+def _train(arguments: Arguments) -> None:
+    """Trains as the options say."""
     from transformers import set_seed
 
-    from ..factory import AutoDrafter, get_drafter
-    from ..models import DSparkConfig
-    from ..training import (
-        DSparkTrainingArguments,
-        choose_draft_tokens,
-        find_checkpoint,
-        load_target,
-        train_drafter,
-    )
+    from ..training import find_checkpoint, load_target, train_drafter
 
-    with user_errors(**FLAGS):
-        _check_file("--data", data)
-        if eval_data is not None:
-            _check_file("--eval-data", eval_data)
-        args = DSparkTrainingArguments(
-            output_dir=output,
-            num_anchors=num_anchors,
-            max_length=max_length,
-            enable_thinking=thinking,
-            ce_weight=ce_weight,
-            tv_weight=tv_weight,
-            per_device_train_batch_size=batch_size,
-            per_device_eval_batch_size=batch_size,
-            gradient_accumulation_steps=gradient_accumulation,
-            learning_rate=learning_rate,
-            num_train_epochs=epochs,
-            max_steps=max_steps,
-            eval_strategy="no" if eval_data is None else "epoch",
-            save_steps=save_steps,
-            save_total_limit=2,
-            logging_steps=logging_steps,
-            seed=seed,
-            bf16=bf16,
-        )
-        checkpoint = find_checkpoint(output, resume)
-        config = DSparkConfig(
-            num_hidden_layers=drafter_layers,
-            block_size=block_size,
-            markov_rank=markov_rank,
-            markov_head_type=markov_head.value,
-            enable_confidence_head=confidence,
-            target_layer_ids=_layers(target_layers),
-            mask_token_id=mask_token_id,
-            draft_vocab_size=draft_vocab_size,
-        )
+    drafter_args, data_args, training_args = arguments
+    _check_file("--data", data_args.data_file)
+    if data_args.eval_file is not None:
+        _check_file("--eval-data", data_args.eval_file)
+    checkpoint = training_args.resume_from_checkpoint or find_checkpoint(
+        training_args.output_dir, drafter_args.resume
+    )
+    drafter_args.drafter_config()  # what is wrong with it is said before the target is loaded
+    trained = _trained_drafter(checkpoint, drafter_args.warm_start)
+    target, tokenizer = load_target(
+        drafter_args.target, device_map=drafter_args.target_device_map or training_args.device
+    )
+    set_seed(training_args.seed)
+    train_drafter(
+        target,
+        data_args.data_file,
+        trained or _new_drafter(target, tokenizer, arguments),
+        training_args,
+        tokenizer=tokenizer,
+        eval_data=data_args.eval_file,
+        split_long=data_args.split_long,
+        resume=checkpoint or False,
+        num_proc=data_args.num_proc,
+    )
+    if training_args.should_save:
+        typer.echo(f"The drafter is in {os.fspath(Path(training_args.output_dir))}.")
+
+
+def _trained_drafter(checkpoint: str | None, warm_start: str | None) -> DSparkDrafter | None:
+    """The drafter to go on from, if there is one."""
+    from ..factory import AutoDrafter
+
     start = checkpoint or warm_start
     with user_errors(pretrained_model_name_or_path="--resume" if checkpoint else "--warm-start"):
-        drafter: Any = None if start is None else AutoDrafter.from_pretrained(start)
-    with user_errors(**FLAGS):
-        model, tokenizer = load_target(target)
-        if drafter is None:
-            draft_tokens = None
-            if draft_vocab_size is not None:
-                draft_tokens = choose_draft_tokens(
-                    model, data, draft_vocab_size, args, tokenizer=tokenizer, split_long=split_long
-                )
-            set_seed(seed)
-            drafter = get_drafter(model, config, tokenizer=tokenizer, draft_tokens=draft_tokens)
-    with user_errors(**FLAGS):
-        train_drafter(
-            model,
-            data,
-            drafter,
-            args,
+        return None if start is None else AutoDrafter.from_pretrained(start)
+
+
+def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> DSparkDrafter:
+    """A new drafter as the options describe it."""
+    from ..factory import get_drafter
+    from ..training import choose_draft_tokens
+
+    drafter_args, data_args, training_args = arguments
+    draft_tokens = None
+    if drafter_args.draft_vocab_size is not None:
+        draft_tokens = choose_draft_tokens(
+            target,
+            data_args.data_file,
+            drafter_args.draft_vocab_size,
+            training_args,
             tokenizer=tokenizer,
-            eval_data=eval_data,
-            split_long=split_long,
-            resume=checkpoint or False,
+            split_long=data_args.split_long,
+            num_proc=data_args.num_proc,
         )
-    typer.echo(f"The drafter is in {os.fspath(Path(output))}.")
+    return get_drafter(target, drafter_args.drafter_config(), tokenizer=tokenizer, draft_tokens=draft_tokens)
 
 
 def _check_file(option: str, path: str) -> None:
@@ -197,4 +246,4 @@ def _layers(text: str | None) -> list[int] | None:
         raise ValueError(f"--target-layers is {text!r}; give numbers separated by commas, such as 1,9,17.") from error
 
 
-__all__ = ["train"]
+__all__ = ["PASSES_ON", "train"]

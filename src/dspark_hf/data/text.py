@@ -5,6 +5,7 @@ The loss mask says which tokens the target produced (or could have): anchors and
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -23,6 +24,16 @@ logger = logging.getLogger(__name__)
 
 Tokens = tuple[list[int], list[int]]
 
+_COLUMNS = {
+    "input_ids": Sequence(Value("int32")),
+    "loss_mask": Sequence(Value("int8")),
+    "problem": Value("string"),
+    "place": Value("string"),
+    "is_chat": Value("bool"),
+    "is_cut": Value("bool"),
+}
+"""A sequence, and what is to be reported of the row that it comes from."""
+
 ROW_KINDS = "`input_ids`, `messages`, `prompt` with `response`, or `text`"
 
 
@@ -40,6 +51,7 @@ class DataReport:
         examples: sequences kept; one row may give several where long ones are split.
         tokens: tokens of these sequences.
         trained_tokens: those in the loss mask.
+        cut: rows that were longer than a sequence may be, and lost their ends.
         skipped: rows that were left out, by reason.
         first_skipped: where the first of them is, by reason: its line in the file or its row, counted from 1.
     """
@@ -49,6 +61,7 @@ class DataReport:
     examples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    cut: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     first_skipped: dict[str, str] = field(default_factory=dict)
 
@@ -72,7 +85,7 @@ def prepare_dataset(
     - `{"prompt": "...", "response": "..."}`: joined without a template; trained on the response and its end.
     - `{"text": "..."}`: trained on all of it.
 
-    Rows that are no good are counted by reason, reported in the log and left out.
+    Rows that are no good are counted by reason, reported in the log and left out; so are rows that lose their ends.
 
     Args:
         data: a JSON Lines file, or a `datasets.Dataset`.
@@ -88,8 +101,10 @@ def prepare_dataset(
 
     Raises:
         OSError: if the file does not exist or cannot be read.
-        ValueError: if no row is left, or there is no chat template that `enable_thinking` could be given to.
+        ValueError: if no row is left, the tokenizer has more tokens than the target, or there is no chat template that
+            `enable_thinking` could be given to.
     """
+    _check_tokenizer(tokenizer, vocab_size)
     if enable_thinking is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("`enable_thinking` is for a chat template, and the tokenizer has none; leave it out.")
     dataset = _read_lines(Path(data)) if isinstance(data, (str, os.PathLike)) else data
@@ -106,15 +121,7 @@ def prepare_dataset(
         batched=True,
         batch_size=64,
         remove_columns=dataset.column_names,
-        features=Features(
-            {
-                "input_ids": Sequence(Value("int32")),
-                "loss_mask": Sequence(Value("int8")),
-                "problem": Value("string"),
-                "place": Value("string"),
-                "is_chat": Value("bool"),
-            }
-        ),
+        features=Features(_COLUMNS),
         num_proc=num_proc,
         desc="Tokenising",
     )
@@ -124,14 +131,30 @@ def prepare_dataset(
             report.skipped[problem] = report.skipped.get(problem, 0) + 1
             report.first_skipped.setdefault(problem, place)
     report.chats = sum(prepared["is_chat"][:])
-    prepared = prepared.remove_columns(["problem", "place", "is_chat"])
+    report.cut = sum(prepared["is_cut"][:])
+    prepared = prepared.select_columns(["input_ids", "loss_mask"])
     if report.skipped:
         prepared = prepared.select([index for index, problem in enumerate(problems) if not problem])
         logger.warning("Left out %d of %d rows: %s.", sum(report.skipped.values()), report.rows, _reasons(report))
     if not len(prepared):
         raise _nothing_left(report)
+    if report.cut:
+        logger.warning("Cut the ends of %d of %d rows, longer than %d tokens.", report.cut, report.rows, max_length)
     _count(prepared, report)
     return prepared, report
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+    """Raises `ValueError` for a tokenizer that is certainly of another model.
+
+    Tokens that were added to it are not counted: some models have no place for theirs, and never see them.
+    """
+    own = getattr(tokenizer, "vocab_size", None) or 0
+    if own > vocab_size:
+        raise ValueError(
+            f"The tokenizer has {own} tokens and the target only {vocab_size}: it belongs to another model. Give the "
+            "target's own."
+        )
 
 
 def _nothing_left(report: DataReport) -> ValueError:
@@ -161,12 +184,15 @@ def _read_lines(path: Path) -> Dataset:
         raise IsADirectoryError(f"The data file {str(path)!r} is a folder; give a JSON Lines file.")
     if not path.is_file():
         raise FileNotFoundError(f"The data file {str(path)!r} does not exist.")
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError(f"The data file {str(path)!r} is UTF-16; save it as UTF-8.")
     if next(_lines(str(path)), None) is None:
         return Dataset.from_dict({"number": [], "line": []})  # the builder below refuses to build nothing
     stat = path.stat()
     # Size and time are part of the arguments so that a changed file is not taken from the cache.
     arguments = {"path": str(path), "stamp": f"{stat.st_size}-{stat.st_mtime_ns}"}
-    features = Features({"number": Value("int64"), "line": Value("large_string")})
+    features = Features({"number": Value("int64"), "line": Value("large_binary")})
     dataset = Dataset.from_generator(_lines, features=features, gen_kwargs=arguments)
     if not isinstance(dataset, Dataset):
         raise ValueError(f"The data file {str(path)!r} cannot be read as lines of text.")
@@ -174,9 +200,10 @@ def _read_lines(path: Path) -> Dataset:
 
 
 def _lines(path: str, stamp: str = "") -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
+    """Lines as bytes, so that one that is not UTF-8 can be told from the others."""
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 yield {"number": number, "line": line}
 
 
@@ -223,14 +250,14 @@ class _RowMapper:
     template_options: dict[str, Any]
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        output: dict[str, list[Any]] = {name: [] for name in ("input_ids", "loss_mask", "problem", "place", "is_chat")}
+        output: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         for index, *values in zip(indices, *batch.values(), strict=True):
             row = dict(zip(batch, values, strict=True))
             place = f"line {row['number']}" if _is_line(row) else f"row {index + 1}"
-            is_chat = False
+            is_chat = is_cut = False
             try:
                 row = _parse(row)
-                sequences, problem = self._sequences(row), ""
+                (sequences, is_cut), problem = self._sequences(row), ""
                 is_chat = "messages" in row
             except BadRow as error:
                 sequences, problem = [([], [])], str(error)
@@ -240,10 +267,11 @@ class _RowMapper:
                 output["problem"].append(problem)
                 output["place"].append(place)
                 output["is_chat"].append(is_chat)
+                output["is_cut"].append(is_cut)
         return output
 
-    def _sequences(self, row: dict[str, Any]) -> list[Tokens]:
-        """The sequences of one row; raises `BadRow` where there are none."""
+    def _sequences(self, row: dict[str, Any]) -> tuple[list[Tokens], bool]:
+        """The sequences of one row, and whether its end is lost; raises `BadRow` where there are none."""
         input_ids, loss_mask = tokenize_row(row, self.tokenizer, self.template_options)
         if not input_ids:
             raise BadRow("empty row")
@@ -255,7 +283,7 @@ class _RowMapper:
         windows = [(ids, mask) for ids, mask in windows if _is_trainable(mask)]
         if not windows:
             raise BadRow(f"no two successive tokens to train on within {length} tokens")
-        return windows
+        return windows, len(input_ids) > length and not self.split_long
 
 
 def _is_trainable(loss_mask: list[int]) -> bool:
@@ -272,7 +300,9 @@ def _parse(row: dict[str, Any]) -> dict[str, Any]:
     """The row without unset columns; a line of a file is parsed."""
     if _is_line(row):
         try:
-            row = json.loads(row["line"])
+            row = json.loads(row["line"].decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise BadRow("line is not UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise BadRow("line is not JSON") from error
         if not isinstance(row, dict):
@@ -336,6 +366,8 @@ def _from_messages(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, opti
         raise BadRow("a message without a `role`")
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no message of the assistant in `messages`")
+    for message in messages:
+        _check_unicode(message.get("content"), "messages")
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not template:
         raise BadRow("`messages` needs a chat template and the tokenizer has none")
@@ -417,11 +449,17 @@ def _string(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         raise BadRow(f"`{column}` is not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets through and tokenizers do not
-        raise BadRow(f"`{column}` is not valid Unicode") from error
+    _check_unicode(value, column)
     return value
+
+
+def _check_unicode(value: Any, column: str) -> None:
+    """Raises `BadRow` for half of a surrogate pair, which JSON lets through and tokenizers do not."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"`{column}` is not valid Unicode") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -83,7 +83,11 @@ def speculative_decode(
     rows = Rows(input_ids, generation_config, stopping_criteria, streamer, record.scores_up_to)
     loop = DecodingLoop(session, drafter, rows, RowProcessors(logits_processor, rows), settings, scheduler, record)
     drafter.last_stats = loop.stats
-    loop.run(input_ids)
+    try:
+        loop.run(input_ids)
+    finally:
+        # The cache may be the user's.
+        _compat.make_ordinary(session.cache)
     if streamer is not None:
         streamer.end()
     warn_on_collapse(loop.stats, drafter)

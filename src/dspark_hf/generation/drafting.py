@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 
 from .. import _compat
 from ..models import DSparkDrafter
+from .inference import ForwardMode, forward_mode
 from .processing import ScoreProcessors
-from .verification import sample
+from .verification import draw
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,6 +114,8 @@ class DraftSession(NoDrafts):
         self.processors = processors
         self.wants_confidences = wants_confidences
         self.cache = drafter.make_cache()
+        # Processors of the user may keep what they are given.
+        self._mode: ForwardMode = torch.no_grad if processors.needs_ids else forward_mode(drafter, self.cache)
         # Text positions of the cache's columns, -1 for padding.
         self._positions: torch.Tensor | None = None
         self._new_states: list[torch.Tensor] = []
@@ -156,6 +159,10 @@ class DraftSession(NoDrafts):
     def draft(
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
     ) -> Proposal:
+        with self._mode():
+            return self._draft(active, anchor_ids, count, goes_on)
+
+    def _draft(self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None) -> Proposal:
         hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
         ids, state = [anchor_ids.to(hidden.device)], None
         probs: list[torch.Tensor] = []
@@ -163,11 +170,12 @@ class DraftSession(NoDrafts):
         self.processors.begin()
         asked: list[list[float]] = []
         for position in range(count):
+            own, embedding = hidden[:, position], self.drafter.embed_previous(ids[-1])
             if goes_on is not None:
-                asked.append(self._next_confidences(hidden[:, position], ids[-1], position))
+                asked.append(self._next_confidences(own, embedding, position))
                 if not goes_on(asked[-1]) and position:
                     break
-            logits, state = self.drafter.draft_step(base_logits[:, position], hidden[:, position], ids[-1], state)
+            logits, state = self.drafter.draft_step(base_logits[:, position], own, embedding, state)
             if position and self.processors.needs_ids:
                 for draft, token in zip(drafts, ids[-1].tolist(), strict=True):
                     draft.append(token)
@@ -178,26 +186,27 @@ class DraftSession(NoDrafts):
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
         if goes_on is not None:
-            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T.nan_to_num()
+            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T
         elif self.wants_confidences:
             proposal.confidence_logits, proposal.confidences = self._confidences(
                 hidden[:, :count], path[:, :-1], probs
             )
         return proposal
 
-    def _next_confidences(self, hidden: torch.Tensor, previous_ids: torch.Tensor, position: int) -> list[float]:
-        """Confidence of one token of each row, before it is drawn; `hidden (batch, d)`, `previous_ids (batch,)`."""
-        logits = self.drafter.confidence_logits(hidden, previous_ids)
+    def _next_confidences(self, hidden: torch.Tensor, embedding: torch.Tensor | None, position: int) -> list[float]:
+        """Confidence of one token of each row, before it is drawn; `hidden (batch, d)`, `embedding (batch, r)`."""
+        logits = self.drafter.confidence_logits(hidden, embedding)
         temperatures = self.drafter.config.confidence_temperatures
         divisor = 2.0 * (1.0 if temperatures is None else temperatures[position])
-        # Written with tanh, which does not overflow.
-        return [0.5 + 0.5 * math.tanh(logit / divisor) for logit in ([] if logits is None else logits.tolist())]
+        # Written with tanh, which does not overflow. Where the logits are NaN nothing is expected to survive.
+        sigmoids = [0.5 + 0.5 * math.tanh(logit / divisor) for logit in ([] if logits is None else logits.tolist())]
+        return [0.0 if math.isnan(each) else each for each in sigmoids]
 
     def _confidences(
         self, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Raw logits, `None` without a head, and confidences on the CPU, both `(batch, k)`; see `Proposal`."""
-        logits = self.drafter.confidence_logits(hidden, previous_ids)
+        logits = self.drafter.confidence_logits(hidden, self.drafter.embed_previous(previous_ids))
         confidences = (
             torch.stack([each.amax(dim=-1) for each in probs], dim=1)
             if logits is None
@@ -236,8 +245,11 @@ class DraftSession(NoDrafts):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Next ids `(batch,)` and the distribution `(batch, vocab)` that they come from, `None` if nobody needs it."""
         own = self.drafter.over_vocabulary(logits.float())
-        scores = self.processors.process(active, drafts, len(drafts[0]), own[:, None].clone()).squeeze(1)
-        if self.drafter.d2t is not None:
+        is_reduced = self.drafter.d2t is not None
+        # Processors may change what they are given; without a reduced vocabulary nobody looks at it again.
+        given = own[:, None].clone() if is_reduced else own[:, None]
+        scores = self.processors.process(active, drafts, len(drafts[0]), given).squeeze(1)
+        if is_reduced:
             # Processors may leave nothing of the draft vocabulary, or not bear -inf: any draft will do then.
             scores = scores.where(scores.amax(dim=-1, keepdim=True).isfinite(), own)
         needs_probs = self.do_sample or (self.wants_confidences and self.drafter.confidence_head is None)
@@ -245,7 +257,7 @@ class DraftSession(NoDrafts):
         if probs is None or not self.do_sample:
             return scores.argmax(dim=-1), probs
         # What is no distribution is found when it is verified.
-        return sample(probs).clamp(min=0), probs
+        return draw(probs), probs
 
 
 def _text_columns(positions: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,19 @@ class Fixed(Scheduler):
         return [min(self.length, limit) for limit in limits]
 
 
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of rounds of so many rows, at about one length of context.
+
+    Attributes:
+        verify: of verifying 0, 1, 2, ... drafted tokens of each row; never falls, as measured times may by chance.
+        draft: of drafting 0, 1, 2, ... tokens per row, beside the verification.
+    """
+
+    verify: list[float]
+    draft: list[float]
+
+
 @dataclass
 class _Profiled(Scheduler):
     """A scheduler that knows what rounds cost, and skips drafts while they do not pay.
@@ -122,7 +135,7 @@ class _Profiled(Scheduler):
 
     def __post_init__(self) -> None:
         self._curves: dict[tuple[int, int], CapacityCurve] = {}
-        self._drafts: dict[tuple[int, int, int], float] = {}
+        self._costs: dict[tuple[int, int, int], RoundCosts] = {}
         self._promised = 0.0
 
     def curve(self, rows: int, context: int) -> CapacityCurve:
@@ -132,12 +145,16 @@ class _Profiled(Scheduler):
             self._curves[key] = self.profile.curve(rows, key[1] * CONTEXT_STEP)
         return self._curves[key]
 
-    def draft_seconds(self, rows: int, context: int, count: int) -> float:
-        """What a round with a draft takes longer than one without, beside the verification."""
-        key = (rows, context // CONTEXT_STEP, count)
-        if key not in self._drafts:
-            self._drafts[key] = self.profile.draft_seconds(rows, key[1] * CONTEXT_STEP, count)
-        return self._drafts[key]
+    def costs(self, rows: int, context: int, columns: int) -> RoundCosts:
+        """What rounds with up to so many drafted tokens per row take."""
+        key = (rows, context // CONTEXT_STEP, columns)
+        if key not in self._costs:
+            tokens = rows * np.arange(1, columns + 2)
+            verify = np.maximum.accumulate(self.curve(rows, context).seconds_for(tokens))
+            near = key[1] * CONTEXT_STEP
+            draft = [self.profile.draft_seconds(rows, near, count) for count in range(columns + 1)]
+            self._costs[key] = RoundCosts(verify.tolist(), draft)
+        return self._costs[key]
 
     def wants_draft(self, rows: Sequence[int], context: int) -> bool:
         return self.gate.is_open
@@ -161,9 +178,8 @@ class _Profiled(Scheduler):
             return
         self.promise.record(self._promised, max(0, emitted - count))
         tokens = count + self.promise.share * self._promised
-        curve = self.curve(count, context)
-        seconds = self.draft_seconds(count, context, drafted) + float(curve.seconds_for(count * (1 + longest)))
-        plain_seconds = float(curve.seconds_for(count))
+        costs = self.costs(count, context, max(drafted, longest))
+        seconds, plain_seconds = costs.draft[drafted] + costs.verify[longest], costs.verify[0]
         self.gate.record_drafted(tokens, count, seconds, plain_seconds)
         self._remember(tokens / count, seconds / plain_seconds)
 
@@ -171,12 +187,42 @@ class _Profiled(Scheduler):
         """Takes what a round brought and took, in rounds of plain decoding."""
 
 
+class Steering:
+    """Follows a draft as it is made, and ends it where no further token is worth drafting and verifying.
+
+    Args:
+        rows: rows of the draft.
+        prices: of verifying each column, in tokens.
+        step: of drafting one.
+        shares: of a column's tokens, those that survive in the next; see `worth_of_columns`.
+    """
+
+    def __init__(self, rows: int, prices: list[float], step: float, shares: list[float]) -> None:
+        self.survivals = [1.0] * rows
+        self.prices, self.step, self.shares = prices, step, shares
+        # Survivals of every column that was asked about, of which the last may not be drafted.
+        self.columns: list[list[float]] = []
+        self.is_worth_verifying = True
+
+    def __call__(self, confidences: list[float]) -> bool:
+        """Whether to draft the next column, given its confidence in each row."""
+        self.survivals = [before * own for before, own in zip(self.survivals, confidences, strict=True)]
+        column, alive = len(self.columns), sum(self.survivals)
+        self.columns.append(self.survivals)
+        prices = [price + self.step for price in self.prices[column:]]
+        if column == 0:
+            # The first token is drafted in any case.
+            prices[0] = self.prices[0]
+            self.is_worth_verifying = worth_of_columns(alive, prices, self.shares) > 0
+        return worth_of_columns(alive, prices, self.shares[column:]) > 0
+
+
 @dataclass
 class Hardware(_Profiled):
     """Verifies a column while it is expected to bring more tokens than its time is worth (`schedule_columns`).
 
     Drafting a token costs time as well, so a draft ends, too, where the next one would not be worth drafting and
-    verifying; like the choice of columns, this looks at its confidence before it is drawn.
+    verifying (`Steering`); like the choice of columns, this looks at its confidence before it is drawn.
 
     What time is worth, tokens per second, is what the rounds before have brought, and at least what plain decoding
     brings; how many tokens survive further on is what they have shown. So both are fixed before a draft, like the
@@ -194,8 +240,8 @@ class Hardware(_Profiled):
         super().__post_init__()
         # Rounds of plain decoding: what the rounds so far have brought, and what they took. It starts as if plain.
         self._brought = self._took = 1.0
-        self._costs: dict[tuple[int, int, int], Floats] = {}
-        self._shares = np.zeros(0)
+        self._shares: list[float] = []
+        self._steering: Steering | None = None
 
     @property
     def speed(self) -> float:
@@ -207,55 +253,53 @@ class Hardware(_Profiled):
         if len(counts) == 1:
             return None
         columns = counts[-1]
-        drafting = self.draft_seconds(len(rows), context, columns) - self.draft_seconds(len(rows), context, 1)
-        step = max(0.0, drafting) / (columns - 1) * self._plain_rate(len(rows), context)
-        prices = (self.speed * (self._column_costs(len(rows), context, columns) + step)).tolist()
-        shares = self._outlook(columns).tolist()
-        survivals = [1.0] * len(rows)
+        drafting = self.costs(len(rows), context, columns).draft
+        # Tokens of plain decoding in the time that drafting one more takes.
+        step = max(0.0, drafting[-1] - drafting[1]) / (columns - 1) * self._plain_rate(len(rows), context, columns)
+        prices = [self.speed * cost for cost in self._column_costs(len(rows), context, columns)]
+        self._steering = Steering(len(rows), prices, self.speed * step, self._outlook(columns))
+        return self._steering
 
-        def goes_on(confidences: list[float]) -> bool:
-            survivals[:] = [before * confidence for before, confidence in zip(survivals, confidences, strict=True)]
-            worth = worth_of_columns(sum(survivals), prices, shares)
-            del prices[0], shares[0]
-            return worth > 0
-
-        return goes_on
+    def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
+        if self._steering is None:
+            return super().lengths(rows, context, confidences, limits)
+        # The draft has ended where it should: its columns are worth verifying.
+        steering, self._steering = self._steering, None
+        lengths = list(limits) if steering.is_worth_verifying else [0] * len(rows)
+        self._promised = sum(
+            survivals[row] for row, length in enumerate(lengths) for survivals in steering.columns[:length]
+        )
+        self._learn(len(rows), [sum(survivals) for survivals in steering.columns])
+        return lengths
 
     def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
         columns = survivals.shape[1]
         costs = self._column_costs(len(rows), context, columns)
         lengths = schedule_columns(survivals, costs, self.speed, self._outlook(columns))
-        self._learn(survival(confidences))
+        self._learn(len(rows), survival(confidences).sum(axis=0).tolist())
         return lengths
 
-    def _outlook(self, columns: int) -> Floats:
-        """`(k,)`: share of a column's tokens that survive from the column before."""
-        known = self._shares[:columns]
-        return np.concatenate([known, np.full(columns - len(known), self.outlook)])
+    def _outlook(self, columns: int) -> list[float]:
+        """For each column the share of its tokens that survive from the column before."""
+        return (self._shares + [self.outlook] * columns)[:columns]
 
-    def _learn(self, survivals: Floats) -> None:
-        """Takes the shares of a draft, for the rounds after this one."""
-        columns = survivals.sum(axis=0)
-        before = np.concatenate([[len(survivals)], columns[:-1]])
-        seen = before > 0
-        shares = self._outlook(max(len(columns), len(self._shares)))
-        now = columns[seen] / before[seen]
-        shares[: len(columns)][seen] = self.memory * shares[: len(columns)][seen] + (1 - self.memory) * now
+    def _learn(self, rows: int, alive: list[float]) -> None:
+        """Takes what survives in each column of a draft, for the rounds after this one."""
+        shares = self._outlook(max(len(alive), len(self._shares)))
+        for column, (before, now) in enumerate(zip([rows, *alive], alive, strict=False)):
+            if before > 0:
+                shares[column] = self.memory * shares[column] + (1 - self.memory) * now / before
         self._shares = shares
 
-    def _column_costs(self, rows: int, context: int, columns: int) -> Floats:
-        """`(k,)`: what each further column costs, in the tokens that plain decoding writes in that time."""
-        key = (rows, context // CONTEXT_STEP, columns)
-        if key not in self._costs:
-            curve = self.curve(rows, context)
-            # Measured times may fall by chance.
-            seconds = np.maximum.accumulate(curve.seconds_for(rows * np.arange(1, columns + 2)))
-            self._costs[key] = np.diff(seconds) * self._plain_rate(rows, context)
-        return self._costs[key]
+    def _column_costs(self, rows: int, context: int, columns: int) -> list[float]:
+        """For each column what verifying it costs, in the tokens that plain decoding writes in that time."""
+        seconds = self.costs(rows, context, columns).verify
+        rate = self._plain_rate(rows, context, columns)
+        return [rate * (after - before) for before, after in zip(seconds, seconds[1:], strict=False)]
 
-    def _plain_rate(self, rows: int, context: int) -> float:
+    def _plain_rate(self, rows: int, context: int, columns: int) -> float:
         """Tokens per second of plain decoding, over all rows."""
-        return rows / float(self.curve(rows, context).seconds_for(rows))
+        return rows / self.costs(rows, context, columns).verify[0]
 
     def _remember(self, brought: float, took: float) -> None:
         self._brought = self.memory * self._brought + brought
@@ -268,7 +312,7 @@ class EarlyStop(_Profiled):
 
     def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
         count, drafted = survivals.shape
-        draft_seconds = self.draft_seconds(count, context, drafted)
+        draft_seconds = self.costs(count, context, drafted).draft[-1]
         return schedule_early_stop(survivals, self.curve(count, context), draft_seconds)
 
 
@@ -290,7 +334,7 @@ class Asynchronous(_Profiled):
         if self._history is None:
             self._history = History(self.curve(count, context), warmup=drafted)
         self._history.curve = self.curve(count, context)
-        self._history.draft_seconds = self.draft_seconds(count, context, drafted)
+        self._history.draft_seconds = self.costs(count, context, drafted).draft[-1]
         # The history holds earlier rounds only: this draft is recorded after its budget is known.
         budget = self._history.budget(rows)
         self._history.record(rows, confidences)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .. import _compat
+from .inference import ForwardMode, forward_mode
 
 # Inputs of a target that have one entry per column, in their last dimension, and how they go on after the prompt.
 COLUMN_INPUTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -80,6 +81,9 @@ class TargetSession:
             _compat.check_realignment(self.cache, target)
         self.wants_hidden_states = bool(model_kwargs.get("output_hidden_states"))
         self.wants_attentions = bool(model_kwargs.get("output_attentions"))
+        # What is returned as the target gives it must be ordinary tensors.
+        returns_states = self.wants_hidden_states or self.wants_attentions
+        self._mode: ForwardMode = torch.no_grad if returns_states else forward_mode(target, self.cache)
         # Columns of the cache, and how many of its first columns are padding in each row.
         self.columns = 0
         self.padding = [0] * batch
@@ -215,7 +219,8 @@ class TargetSession:
             prepared["logits_to_keep"] = 1 if is_first_iteration else inputs
         if not self.wants_hidden_states:
             prepared |= _compat.capture_kwargs(self.target_layer_ids)
-        return self.target(**prepared, return_dict=True)
+        with self._mode():
+            return self.target(**prepared, return_dict=True)
 
     def _pack(self, outputs: Any, scored: int, positions: torch.Tensor) -> TargetOutput:
         return TargetOutput(

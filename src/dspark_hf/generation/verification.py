@@ -96,14 +96,17 @@ def _next_distribution(
 
 
 def sample(probs: torch.Tensor) -> torch.Tensor:
-    """One token from each row: `(batch, vocab)` to `(batch,)`.
+    """One token from each row: `(batch, vocab)` to `(batch,)`; -1 for a row that is no distribution (NaN)."""
+    return draw(probs).where(probs.sum(dim=-1).isfinite(), -1)
+
+
+def draw(probs: torch.Tensor) -> torch.Tensor:
+    """As `sample`, but any token for a row that is no distribution.
 
     The first token at which the cumulated probabilities exceed a uniform variate: one variate per row, where
     `torch.multinomial` draws one for each entry of the vocabulary, which on a CPU takes longer than the rest of a
-    drafted token. Cumulated in double precision, so that large vocabularies lose nothing. A row that is no
-    distribution (NaN) gives -1.
+    drafted token. Cumulated in double precision, so that large vocabularies lose nothing.
     """
     cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
     levels = torch.rand(probs.shape[0], 1, dtype=torch.float64, device=probs.device) * cumulated[:, -1:]
-    tokens = torch.searchsorted(cumulated, levels, right=True).clamp(max=probs.shape[-1] - 1)
-    return tokens.where(levels.isfinite(), -1).squeeze(-1)
+    return torch.searchsorted(cumulated, levels, right=True).clamp_(max=probs.shape[-1] - 1).squeeze(-1)

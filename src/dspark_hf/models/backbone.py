@@ -40,34 +40,39 @@ class RotaryEmbedding(nn.Module):
                 f"`rope_parameters` has rope_type {rope_type!r}; a drafter supports {self.SUPPORTED_TYPES}."
             )
         self.rope_type = rope_type
-        # Not a buffer: weights are loaded onto modules made without storage, which would leave it uninitialised.
-        self._frequencies: tuple[torch.Tensor, float] | None = None
+        # Not buffers: weights are loaded onto modules made without storage, which would leave them uninitialised.
+        self._frequencies: torch.Tensor | None = None
+        self._signs = torch.empty(0)
+        self._scaling = 1.0
 
-    def _inverse_frequencies(self, device: torch.device) -> tuple[torch.Tensor, float]:
-        if self._frequencies is None or self._frequencies[0].device != device:
+    def _inverse_frequencies(self, device: torch.device) -> torch.Tensor:
+        """Frequencies of all rotary channels `(rotary dims,)`, those of the first half twice."""
+        if self._frequencies is None or self._frequencies.device != device:
             if self.rope_type == "default":
                 dim = int(self.config.head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
                 exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-                self._frequencies = (1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0)
+                half = 1.0 / self.config.rope_parameters["rope_theta"] ** exponents
             else:
-                self._frequencies = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+                half, self._scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+            self._frequencies = torch.cat([half, half])
+            self._signs = torch.cat([-torch.ones_like(half), torch.ones_like(half)]) * self._scaling
         return self._frequencies
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryTables:
-        """`position_ids (batch, n)` to cosines and sines `(batch, 1, n, rotary dims)`."""
-        frequencies, scaling = self._inverse_frequencies(position_ids.device)
-        angles = position_ids[:, None, :, None].float() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+        """`position_ids (batch, n)` to cosines and sines `(batch, 1, n, rotary dims)`, made for `rotate`."""
+        angles = position_ids[:, None, :, None] * self._inverse_frequencies(position_ids.device)
+        return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._signs).to(dtype)
 
 
 def rotate(states: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-    """Applies rotary tables `(batch, 1, n, dims)` to the first `dims` channels of `(batch, heads, n, head_dim)`."""
+    """Applies rotary tables `(batch, 1, n, dims)` to the first `dims` channels of `(batch, heads, n, head_dim)`.
+
+    Channel i turns with channel i + dims / 2; the sines of the first half have their sign already.
+    """
     cos, sin = tables
     dims = cos.shape[-1]
     rotary, rest = (states, None) if dims == states.shape[-1] else (states[..., :dims], states[..., dims:])
-    first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
+    rotated = torch.addcmul(rotary * cos, rotary.roll(dims // 2, dims=-1), sin)
     return rotated if rest is None else torch.cat([rotated, rest], dim=-1)
 
 
@@ -136,17 +141,21 @@ class BackboneAttention(nn.Module):
         self,
         block: torch.Tensor,
         context: torch.Tensor | None,
+        tables: RotaryTables,
         block_tables: RotaryTables,
-        context_tables: RotaryTables | None,
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """`block (batch, block, d)` and new fused `context (batch, new, d)` to `(batch, block, d)`."""
+        """`block (batch, block, d)` and new fused `context (batch, new, d)` to `(batch, block, d)`.
+
+        `tables` are those of the new context and the block. The block's keys and values go to the cache too, whence
+        the drafter takes them when all layers have run: one copy of the cache, not two.
+        """
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(block))), block_tables)
-        keys, values = self.keys_and_values(block, block_tables)
-        past = self._context_keys_and_values(context, context_tables, cache)
-        if past is not None:
-            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        states = block if context is None else torch.cat([context, block], dim=1)
+        keys, values = self.keys_and_values(states, tables)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
@@ -161,18 +170,6 @@ class BackboneAttention(nn.Module):
             is_causal=False,
         )
         return self.o_proj(output.flatten(2))
-
-    def _context_keys_and_values(
-        self, context: torch.Tensor | None, tables: RotaryTables | None, cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the whole context so far; those of new positions are written to the cache once."""
-        if context is None or tables is None or context.shape[1] == 0:
-            if cache is None or cache.get_seq_length(self.layer_idx) == 0:
-                return None
-            layer = cache.layers[self.layer_idx]
-            return layer.keys, layer.values
-        keys, values = self.keys_and_values(context, tables)
-        return (keys, values) if cache is None else cache.update(keys, values, self.layer_idx)
 
 
 class BackboneMLP(nn.Module):
@@ -210,15 +207,13 @@ class BackboneLayer(GradientCheckpointingLayer):
         self,
         block: torch.Tensor,
         context: torch.Tensor | None,
+        tables: RotaryTables,
         block_tables: RotaryTables,
-        context_tables: RotaryTables | None,
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """`block (batch, block, d)` and new fused `context (batch, new, d)` to `(batch, block, d)`."""
-        attended = self.self_attn(
-            self.input_layernorm(block), context, block_tables, context_tables, attention_mask, cache
-        )
+        """As `BackboneAttention.forward`."""
+        attended = self.self_attn(self.input_layernorm(block), context, tables, block_tables, attention_mask, cache)
         if self.sandwich_norms:
             block = block + self.post_attention_layernorm(attended)
             block = block + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(block)))

@@ -93,8 +93,7 @@ class RNNMarkovHead(VanillaMarkovHead):
         if state is None:
             state = self.initial_state(hidden)
         gate, candidate, output = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1)).chunk(3, dim=-1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        return torch.tanh(output), torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
 
     def features(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class; positions are visited from left to right."""

@@ -91,7 +91,7 @@ class DSparkDrafter(Drafter):
             position_ids: `(batch, new + block)`, positions of the new context, then of the block.
             attention_mask: `(batch, 1, block, keys)`, boolean, true where attention is allowed, or one such mask per
                 layer type; `None` lets the block see all the context and itself.
-            cache: context keys and values, from `make_cache`; extended by the new context, never by the block.
+            cache: context keys and values, from `make_cache`; extended by the new context, not by the block.
             compute_logits: whether to compute the base logits.
 
         Returns:
@@ -101,12 +101,13 @@ class DSparkDrafter(Drafter):
         length = block.shape[1]
         context = self.fuse(target_states) if target_states is not None else None
         position_ids = position_ids.to(block.device)
-        cos, sin = self.rotary_emb(position_ids, block.dtype)
-        context_tables = (cos[:, :, :-length], sin[:, :, :-length])
-        block_tables = (cos[:, :, -length:], sin[:, :, -length:])
+        tables = self.rotary_emb(position_ids, block.dtype)
+        block_tables = (tables[0][:, :, -length:], tables[1][:, :, -length:])
         masks = self._layer_masks(attention_mask, position_ids, length, cache)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            block = layer(block, context, block_tables, context_tables, masks.get(layer_type), cache)
+            block = layer(block, context, tables, block_tables, masks.get(layer_type), cache)
+        if cache is not None:
+            cache.crop(-length)
         hidden = self.norm(block)
         return DSparkOutput(last_hidden_state=hidden, logits=self.project(hidden) if compute_logits else None)
 
@@ -163,13 +164,15 @@ class DSparkDrafter(Drafter):
         """
         return base_logits if self.markov_head is None else base_logits + self.markov_head(previous_ids, hidden)
 
-    def confidence_logits(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
-        """Confidence logits `(...)` for `hidden (..., d)` and `previous_ids (...)`; `None` without the head."""
+    def embed_previous(self, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Markov embeddings `(..., r)` of `previous_ids (...)`, which both heads read; `None` without the first."""
+        return None if self.markov_head is None else self.markov_head.embed(previous_ids)
+
+    def confidence_logits(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor | None:
+        """Confidence logits `(...)` for `hidden (..., d)` and `embed_previous`; `None` without the head."""
         if self.confidence_head is None:
             return None
-        if self.markov_head is None or not self.confidence_head.with_markov:
-            return self.confidence_head(hidden, None)
-        return self.confidence_head(hidden, self.markov_head.embed(previous_ids))
+        return self.confidence_head(hidden, embedding if self.confidence_head.with_markov else None)
 
     def confidence_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Confidences `c_1..c_k` (equation 7), calibrated where `config.confidence_temperatures` is set.
@@ -186,22 +189,26 @@ class DSparkDrafter(Drafter):
         return logits.sigmoid()
 
     def draft_step(
-        self, base_logits: torch.Tensor, hidden: torch.Tensor, previous_ids: torch.Tensor, state: torch.Tensor | None
+        self,
+        base_logits: torch.Tensor,
+        hidden: torch.Tensor,
+        embedding: torch.Tensor | None,
+        state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft logits of one position while drafting.
 
         Args:
             base_logits: `(batch, vocab)` of this position.
             hidden: `(batch, d)` of this position.
-            previous_ids: `(batch,)`, the token before it.
+            embedding: `(batch, r)`, `embed_previous` of the token before it.
             state: recurrent state from the position before, `None` at the first.
 
         Returns:
             Logits `(batch, vocab)` and the state for the next position.
         """
-        if self.markov_head is None:
+        if self.markov_head is None or embedding is None:
             return base_logits, None
-        features, state = self.markov_head.step(self.markov_head.embed(previous_ids), hidden, state)
+        features, state = self.markov_head.step(embedding, hidden, state)
         return base_logits + self.markov_head.bias(features), state
 
     def _init_weights(self, module: nn.Module) -> None:

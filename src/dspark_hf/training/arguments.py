@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
 from ..conversion.loading import check_output
 from .losses import LOSS_MEMORY
+from .state_storage import STORAGES
 
 _LEAST = {
     "num_anchors": 1,
@@ -58,6 +60,20 @@ class DSparkTrainingArguments(TrainingArguments):
             "positions at a time; less than one position needs means one position. Gradients of the heads come on top."
         },
     )
+    states_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the target's states over the training data, which are computed where they are missing "
+            "before the first epoch and then read from there; if unset they are computed for each batch."
+        },
+    )
+    states_storage: str | None = field(
+        default=None,
+        metadata={
+            "help": "What states are stored as: `bf16`, `float32` or `int8`; unset for what the folder has, `bf16` in "
+            "a fresh one."
+        },
+    )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate of AdamW."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule after the warm-up."})
@@ -76,6 +92,8 @@ class DSparkTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check()
+        if self.states_cache is not None:
+            self.states_cache = os.path.expanduser(self.states_cache)
         super().__post_init__()
 
     def _check(self) -> None:
@@ -103,6 +121,12 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError("`ce_weight` and `tv_weight` are both 0, so the drafter would learn no tokens; set one.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; leave it False, the trainer needs `loss_mask`.")
+        if self.states_cache is not None and not os.fspath(self.states_cache):
+            raise ValueError("`states_cache` is empty; give a folder.")
+        if self.states_storage not in (None, *STORAGES):
+            raise ValueError(f"`states_storage` is {self.states_storage!r}; choose one of {', '.join(STORAGES)}.")
+        if self.states_storage is not None and self.states_cache is None:
+            raise ValueError("`states_storage` is set and `states_cache` is not; give the folder, too.")
         if self.output_dir is not None:
             check_output(self.output_dir, "`output_dir`")
 

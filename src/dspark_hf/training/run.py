@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,10 @@ from ..conversion.loading import check_location, load_language_model, load_token
 from ..data import DataReport, frequent_tokens, generation_prompt, prepare_dataset
 from ..models import DSparkDrafter, without_adapters
 from .arguments import DSparkTrainingArguments
+from .losses import world_size
+from .sharding import shard_layers
+from .state_cache import SHARD_SIZE, StateCache, fill_state_cache
+from .target_states import place_target
 from .trainer import DSparkTrainer
 
 logger = logging.getLogger(__name__)
@@ -29,14 +34,31 @@ SUMMARY_FILE = "training_summary.json"
 Data: TypeAlias = str | os.PathLike[str] | Dataset
 
 
-def load_target(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_target(
+    name_or_path: str | os.PathLike[str], device_map: str | torch.device | dict[str, Any] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A target in the dtype that it was saved in, and its tokenizer if it has one.
+
+    Args:
+        name_or_path: a folder or a repository of the Hub.
+        device_map: where its weights go: a device, or `auto` and the like (see `from_pretrained`) for those of this
+            process, which must then be the only one; `fsdp` spreads its layers over all processes. Unset, they are
+            loaded on the CPU and training moves them to the device of the process.
 
     Raises:
         OSError: if there is none, or its weights are damaged.
-        ValueError: if it is a drafter, or another model that is no causal language model.
+        ValueError: if it is a drafter, or another model that is no causal language model, or `device_map` cannot be
+            used with this number of processes.
     """
-    target = load_language_model(name_or_path, dtype="auto")
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential") and world_size() > 1:
+        raise ValueError(
+            f"`target_device_map` is {device_map!r} in {world_size()} processes, each of which would use the devices "
+            "of all; start one process, or use 'fsdp'."
+        )
+    is_sharded = isinstance(device_map, str) and device_map == "fsdp"
+    target = load_language_model(name_or_path, dtype="auto", device_map=None if is_sharded else device_map)
+    if is_sharded:
+        shard_layers(target)
     try:
         return target, load_tokenizer(name_or_path)
     except OSError:
@@ -76,6 +98,78 @@ def choose_draft_tokens(
     with training_args.main_process_first(desc="counting tokens"):
         dataset, _ = _prepare(train_data, vocab_size, training_args, tokenizer, split_long, num_proc)
         return frequent_tokens(dataset, draft_vocab_size, vocab_size, always=_end_tokens(target, tokenizer))
+
+
+def cache_target_states(
+    target: str | os.PathLike[str] | PreTrainedModel,
+    train_data: Data,
+    target_layer_ids: Sequence[int],
+    training_args: DSparkTrainingArguments,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    split_long: bool = False,
+    num_proc: int | None = None,
+    shard_size: float = SHARD_SIZE,
+    announce: Callable[[str], None] = logger.info,
+) -> StateCache:
+    """Computes the states of `target` over `train_data` into `training_args.states_cache`, as far as they are missing.
+
+    `train_drafter` with the same arguments does so itself, then reads them; this is for doing it ahead, or elsewhere.
+    States are computed in the target's own dtype, whatever `training_args.bf16` says, and do not depend on the
+    drafter but for the layers that it reads.
+
+    A run that was broken off, even killed, goes on with the same call. States of another target, other layers or
+    other data are refused: see `Source` for what is compared. The size is known before anything is computed, and
+    refused if the disk has not room for it.
+
+    Args:
+        target: the model to draft for, or its name or path.
+        train_data: see `train_drafter`, as are the other arguments.
+        target_layer_ids: layers to capture, a drafter's `config.target_layer_ids`.
+        training_args: where to (`states_cache`), what as (`states_storage`), how to read the data, and how many
+            sequences the target reads at once (`per_device_train_batch_size`).
+        tokenizer: the target's; loaded with the target if that is given by name.
+        split_long: see above.
+        num_proc: see above.
+        shard_size: most MiB of a file, unless one sequence needs more; a folder to go on with keeps its own.
+        announce: called with the predicted size, in words, before anything is computed.
+
+    Raises:
+        OSError: if the target or the data is not where it should be, or the disk has not room enough.
+        ValueError: if no row of the data can be used, no folder is given, or the folder has something else in it.
+    """
+    if training_args.states_cache is None:
+        raise ValueError("`states_cache` is unset; give the folder for the target's states.")
+    if isinstance(target, (str, os.PathLike)):
+        target, loaded = load_target(target)
+        tokenizer = tokenizer or loaded
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    with training_args.main_process_first(desc="tokenising"):
+        dataset, _ = _prepare(train_data, vocab_size, training_args, tokenizer, split_long, num_proc)
+    return _fill_cache(target, dataset, target_layer_ids, training_args, shard_size, announce)
+
+
+def _fill_cache(
+    target: PreTrainedModel,
+    dataset: Dataset,
+    target_layer_ids: Sequence[int],
+    training_args: DSparkTrainingArguments,
+    shard_size: float = SHARD_SIZE,
+    announce: Callable[[str], None] = logger.info,
+) -> StateCache:
+    """`fill_state_cache` as the arguments of a training say. Any process may be the one that does it."""
+    place_target(target, training_args.device)
+    return fill_state_cache(
+        target,
+        dataset,
+        target_layer_ids,
+        training_args.states_cache or "",
+        storage=training_args.states_storage,
+        shard_size=shard_size,
+        batch_size=training_args.per_device_train_batch_size,
+        announce=announce,
+        show_progress=not training_args.disable_tqdm,
+    )
 
 
 def _prepare(
@@ -123,7 +217,9 @@ def train_drafter(
 ) -> DSparkDrafter:
     """Trains `drafter` for `target` and saves it, with the tokenizer and a summary, in `training_args.output_dir`.
 
-    Weights are trained and saved in float32; with `training_args.bf16` the arithmetic is bfloat16.
+    Weights are trained and saved in float32; with `training_args.bf16` the arithmetic is bfloat16. With
+    `training_args.states_cache` the target's states over the training data come from that folder, which is filled
+    first where it is not complete (by one of several processes, while the others wait).
 
     Args:
         target: the model to draft for, or its name or path.
@@ -143,9 +239,10 @@ def train_drafter(
         to that yourself, or bind the drafter again.
 
     Raises:
-        OSError: if the target, the drafter or the data is not where it should be.
+        OSError: if the target, the drafter or the data is not where it should be, or the target's states do not fit
+            on the disk or are damaged there.
         ValueError: if the drafter does not fit the target, no row of the data can be used, there is no checkpoint to
-            resume from, or there are checkpoints and `resume` is not set.
+            resume from, there are checkpoints and `resume` is not set, or `states_cache` was made from something else.
 
     Example:
         ```python
@@ -176,6 +273,8 @@ def train_drafter(
     if report.chats and tokenizer is not None:
         model.config.generation_prompt_ids = generation_prompt(tokenizer, training_args.enable_thinking) or None
         model.config.enable_thinking = training_args.enable_thinking
+    if training_args.states_cache is not None:
+        _fill_cache(target, train_dataset, model.config.target_layer_ids, training_args)
     trainer = DSparkTrainer(
         model=model.float(),
         target=target,
@@ -234,6 +333,7 @@ def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str
         "data": dataclasses.asdict(report),
         "arguments": {name: _plain(getattr(args, name)) for name in names},
         "steps": trainer.state.global_step,
+        "states": "online" if trainer.state_cache is None else trainer.state_cache.storage,
         "last_log": logs[-1] if logs else {},
         "metrics": metrics,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -269,4 +369,11 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-__all__ = ["SUMMARY_FILE", "choose_draft_tokens", "find_checkpoint", "load_target", "train_drafter"]
+__all__ = [
+    "SUMMARY_FILE",
+    "cache_target_states",
+    "choose_draft_tokens",
+    "find_checkpoint",
+    "load_target",
+    "train_drafter",
+]

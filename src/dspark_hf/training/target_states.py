@@ -1,4 +1,4 @@
-"""What training needs of the frozen target, computed online: nothing is stored."""
+"""What training needs of the frozen target, computed by running it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def compute_target_states(
     return TargetStates(context=context.to(device), last=outputs.hidden_states[-1].to(device))
 
 
+def place_target(target: PreTrainedModel, device: torch.device) -> None:
+    """Moves the target to `device`, unless whoever loaded it has spread or quantised it there."""
+    if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+        target.to(device)
+
+
 @torch.no_grad()
 def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
     """Raises `ValueError` for a target whose last state is not what its LM head turns into logits.
@@ -69,4 +75,4 @@ def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
     )
 
 
-__all__ = ["TargetStates", "check_last_state", "compute_target_states"]
+__all__ = ["TargetStates", "check_last_state", "compute_target_states", "place_target"]

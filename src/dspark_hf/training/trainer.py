@@ -27,7 +27,8 @@ from .losses import (
     sum_over_processes,
     world_size,
 )
-from .target_states import TargetStates, check_last_state, compute_target_states
+from .state_cache import INDEX, IndexedCollator, StateCache, open_state_cache
+from .target_states import TargetStates, check_last_state, compute_target_states, place_target
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,9 @@ class RunningMetrics:
 class DSparkTrainer(Trainer):
     """Trains a drafter against a frozen target.
 
-    The target's states are computed for each batch as it comes. The target belongs to the trainer only: it is neither
-    saved nor trained nor part of the model. Beside the loss the log has its terms (`ce_loss`, `l1_loss`,
+    The target's states are computed for each batch as it comes or, with `args.states_cache`, read from there; those of
+    evaluation data are always computed. The target belongs to the trainer only: it is neither saved nor trained nor
+    part of the model. Beside the loss the log has its terms (`ce_loss`, `l1_loss`,
     `confidence_loss`), the accepted length that is expected of a round with its bonus token (`tau`), acceptance by
     slot (`accept_rate@0`, ...) and how well the confidence fits it, each averaged since the last log; `evaluate` gives
     the same with the prefix `eval_`.
@@ -87,8 +89,13 @@ class DSparkTrainer(Trainer):
         data_collator: by default pads on the right.
         kwargs: further arguments of `Trainer`.
 
+    Attributes:
+        state_cache: the target's states over `train_dataset`, where `args.states_cache` names them.
+
     Raises:
-        ValueError: if the drafter does not fit the target, or training cannot read the target's logits.
+        OSError: if there is no cache of target states where there should be, or it is incomplete.
+        ValueError: if the drafter does not fit the target, training cannot read the target's logits, or the cache is
+            one of another target, other layers or other data.
     """
 
     args: DSparkTrainingArguments
@@ -116,19 +123,25 @@ class DSparkTrainer(Trainer):
                 own.requires_grad_(False)
         self.target = target.requires_grad_(False).eval()
         self._train_metrics, self._eval_metrics = RunningMetrics(), RunningMetrics()
+        data_collator = data_collator or DrafterCollator()
+        self.state_cache: StateCache | None = None
+        if args.states_cache is not None and train_dataset is not None:
+            self.state_cache = open_state_cache(
+                args.states_cache, target, model.config.target_layer_ids, train_dataset, args.states_storage
+            )
+            train_dataset, data_collator = self.state_cache.number(train_dataset), IndexedCollator(data_collator)
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            data_collator=data_collator or DrafterCollator(),
+            data_collator=data_collator,
             **kwargs,
         )
         # The loss is already normalised over all batches of a step, see `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
-        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
-            self.target.to(args.device)
+        place_target(self.target, args.device)
 
     # --- one step --------------------------------------------------------------------------------------------
 
@@ -178,9 +191,7 @@ class DSparkTrainer(Trainer):
         config: Any = self._drafter.config
         # Autocast would reach `model.forward` alone, and the heads are applied outside.
         with self.accelerator.autocast():
-            states = compute_target_states(
-                self.target, config.target_layer_ids, batch["input_ids"], batch["attention_mask"]
-            )
+            states = self._target_states(batch)
             return blockwise_loss(
                 model,
                 self._drafter,
@@ -198,6 +209,14 @@ class DSparkTrainer(Trainer):
                 total_weight=None if total_weight is None else torch.as_tensor(total_weight),
                 processes=processes,
             )
+
+    def _target_states(self, batch: Batch) -> TargetStates:
+        """Read where the cache has them, else computed."""
+        input_ids = batch["input_ids"]
+        if self.state_cache is not None and INDEX in batch:
+            return self.state_cache.read(batch[INDEX].tolist(), input_ids.shape[1], input_ids.device)
+        layers: Any = self._drafter.config.target_layer_ids
+        return compute_target_states(self.target, layers, input_ids, batch["attention_mask"])
 
     @property
     def _drafter(self) -> DSparkDrafter:
@@ -294,7 +313,7 @@ def blockwise_loss(
     )
     return dspark_loss(
         compared,
-        drafter.confidence_logits(hidden, previous_ids),
+        drafter.confidence_logits(hidden, drafter.embed_previous(previous_ids)),
         eval_mask,
         weights,
         total_weight=total_weight,

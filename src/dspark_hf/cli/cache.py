@@ -1,0 +1,97 @@
+"""`dspark cache`: a target's states over training data, computed once and kept on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import user_errors
+from .train import _check_file, _layers
+
+FLAGS = {
+    "enable_thinking": "--thinking/--no-thinking",
+    "max_length": "--max-length",
+    "per_device_train_batch_size": "--batch-size",
+    "shard_size": "--shard-size",
+    "split_long": "--split-long",
+    "states_cache": "--output",
+    "states_storage": "--storage",
+    "target": "--target",
+    "target_layer_ids": "--target-layers",
+}
+"""Flags by the library's names for them."""
+
+
+def cache(
+    target: Annotated[str, typer.Option(help="Model to draft for: a Hub repository or a local folder.")],
+    data: Annotated[str, typer.Option(help="Training rows, a JSON Lines file, as for `dspark train`.")],
+    output: Annotated[str, typer.Option(help="Folder for the states; a broken run goes on.")],
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="What states are stored as: `bf16`, `float32` or `int8`. [default: bf16, or what --output has]"
+        ),
+    ] = None,
+    target_layers: Annotated[
+        str | None,
+        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. [default: spread]"),
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="Longest training sequence, in tokens.")] = 4096,
+    split_long: Annotated[
+        bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
+    ] = False,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences that the target reads at once.")] = 8,
+    shard_size: Annotated[
+        float, typer.Option(help="Most MiB of a file, unless one sequence needs more; a broken run keeps its own.")
+    ] = 256.0,
+) -> None:
+    """Compute a target's states over training data, once, for any number of trainings.
+
+    Train with --states-cache and the same target, data, layers, --max-length, --split-long and --thinking: the states
+    are then read in place of running the target. Run the same command again to go on after a break.
+    """
+    from ..factory import get_drafter
+    from ..models import DSparkConfig
+    from ..training import DSparkTrainingArguments, cache_target_states, load_target
+    from ..training.state_cache import human_size
+
+    with user_errors(**FLAGS):
+        _check_file("--data", data)
+        args = DSparkTrainingArguments(
+            max_length=max_length,
+            enable_thinking=thinking,
+            per_device_train_batch_size=batch_size,
+            states_cache=output,
+            states_storage=storage,
+        )
+        layers = _layers(target_layers)
+        model, tokenizer = load_target(target)
+        # As `dspark train` chooses and checks layers; the smallest drafter has the same.
+        smallest = DSparkConfig(
+            num_hidden_layers=1, markov_rank=0, enable_confidence_head=False, target_layer_ids=layers, mask_token_id=0
+        )
+        states = cache_target_states(
+            model,
+            data,
+            get_drafter(model, smallest).config.target_layer_ids,
+            args,
+            tokenizer=tokenizer,
+            split_long=split_long,
+            shard_size=shard_size,
+            announce=typer.echo,
+        )
+    source = states.manifest.source
+    typer.echo(
+        f"{source.examples} sequences, {source.tokens} tokens, layers {','.join(map(str, source.target_layer_ids))}: "
+        f"{human_size(states.bytes)} in {states.storage}."
+    )
+    typer.echo(f"The states are in {os.fspath(Path(output))}.")
+
+
+__all__ = ["cache"]

@@ -1,0 +1,309 @@
+"""What a training run will need: memory per GPU, disk and hours, predicted from sizes alone.
+
+Parameters, optimizer states and cached states are counted exactly. Activations and hours are rough: they count what is
+largest and stand on `GPU`'s assumptions, and no large run has been measured against them.
+
+Symbols: `d` hidden size, `V` vocabulary, `r` Markov rank, `m` captured layers, `γ` block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models import DSparkConfig
+from .state_storage import Layout
+
+GIB, GB, TB = 2**30, 1e9, 1e12
+BF16, FLOAT32 = 2, 4  # bytes
+
+MARGIN = 3 * GIB
+"""CUDA's own memory, communication buffers and fragmentation: a guess."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What is assumed of one GPU.
+
+    Args:
+        tflops: dense bf16 arithmetic at its best, as the maker states it; that of an H100 SXM.
+        utilisation: the share of it that such a run reaches: a guess, not measured.
+    """
+
+    tflops: float = 989.0
+    utilisation: float = 0.35
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Sizes of a target.
+
+    Args:
+        parameters: all weights.
+        in_layers: those in its layers, which FSDP spreads.
+        active: those that one token is multiplied with: no embeddings, no LM head, chosen experts only.
+        num_layers: its layers.
+        hidden_size: `d`.
+        vocab_size: `V`.
+    """
+
+    parameters: int
+    in_layers: int
+    active: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained on what.
+
+    Args:
+        gpus: processes, each with a GPU.
+        batch_size: sequences per GPU and pass.
+        max_length: longest sequence, in tokens.
+        num_anchors: most blocks per sequence.
+        epochs: passes over the data.
+        tokens: tokens of the data.
+        sequences: sequences of the data.
+        loss_memory: MiB for logits.
+        gradient_checkpointing: whether layers of the drafter are computed again in the backward pass.
+        shards_target: whether the target's layers are spread over the GPUs.
+        shards_drafter: whether the drafter's weights, gradients and optimizer are.
+        kept_checkpoints: checkpoints that stay on disk.
+    """
+
+    gpus: int
+    batch_size: int
+    max_length: int
+    num_anchors: int
+    epochs: float
+    tokens: float
+    sequences: float
+    loss_memory: float
+    gradient_checkpointing: bool = False
+    shards_target: bool = False
+    shards_drafter: bool = False
+    kept_checkpoints: int = 2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will need; all but `parameters` and `cached_states` is rough.
+
+    Args:
+        parameters: trained, of the drafter.
+        target_memory: bytes per GPU for the target's weights.
+        drafter_memory: bytes per GPU for the drafter's weights, gradients and optimizer.
+        activation_memory: bytes per GPU for states, activations and logits.
+        disk: bytes for the target, the checkpoints, the drafter and the tokenised text.
+        cached_states: further bytes where the target's states are stored, in bf16.
+        hours: of training with states computed on the way.
+    """
+
+    parameters: int
+    target_memory: float
+    drafter_memory: float
+    activation_memory: float
+    disk: float
+    cached_states: float
+    hours: float
+
+    @property
+    def memory(self) -> float:
+        """Bytes per GPU, with a margin."""
+        return self.target_memory + self.drafter_memory + self.activation_memory + MARGIN
+
+    def lines(self) -> list[str]:
+        """The prediction in words, as recipes carry it."""
+        parts = (self.target_memory, self.drafter_memory, self.activation_memory)
+        target, drafter, activations = (f"{part / GIB:.1f}" for part in parts)
+        return [
+            f"memory per GPU: {self.memory / GIB:.0f} GiB (target {target}, drafter {drafter}, activations "
+            f"{activations}, margin {MARGIN / GIB:.0f})",
+            f"disk: {self.disk / GB:.0f} GB; with cached target states {self.cached_states / TB:.1f} TB more",
+            f"time: {self.hours:.0f} hours",
+            f"drafter: {self.parameters / 1e6:.0f} million trained parameters",
+        ]
+
+
+def target_size(model: PreTrainedModel) -> TargetSize:
+    """Sizes of a target, which may be on the meta device, without any weights.
+
+    Of a layer's experts `num_experts_per_tok` of `num_experts` count as active.
+    """
+    text = model.config.get_text_config(decoder=True)
+    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
+    chosen = next((n for name in _CHOSEN if (n := getattr(text, name, None))), experts)
+    lookups = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    lookups |= {id(p) for p in model.get_output_embeddings().parameters()}
+    in_layers, active = 0, 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in lookups or any(part in name for part in ("vision", "audio")):
+            continue
+        in_layers += parameter.numel()
+        active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
+    return TargetSize(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        in_layers=in_layers,
+        active=round(active),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+# --- the drafter -------------------------------------------------------------------------------------------------
+
+
+def layer_parameters(config: DSparkConfig) -> int:
+    """Weights of one layer: attention `d (2 q + 2 k)`, MLP `3 d w`, norms of `d` and of a head.
+
+    `q` and `k` are the widths of queries and keys, `w` that of the MLP; where values are keys there is one `k` less.
+    """
+    d, head_dim = config.hidden_size, config.head_dim
+    query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    attention = d * (2 * query + (1 if config.attention_k_eq_v else 2) * key)
+    biases = (query + (1 if config.attention_k_eq_v else 2) * key + d) if config.attention_bias else 0
+    norms = d * (4 if config.sandwich_norms else 2) + 2 * head_dim
+    return attention + biases + 3 * d * config.intermediate_size + norms
+
+
+def head_parameters(config: DSparkConfig) -> int:
+    """Weights of the heads: `r (V + V')` and the gate or recurrence of the sequential one, `d + r + 1` of confidence.
+
+    `V'` are the tokens that the drafter predicts.
+    """
+    d, r = config.hidden_size, config.markov_rank
+    gates = {"vanilla": 0, "gated": (d + r + 1) * r, "rnn": (2 * r + d + 1) * 3 * r}
+    sequential = r * (config.vocab_size + config.predicted_vocab_size) + gates[config.markov_head_type] if r else 0
+    features = d + (r if config.confidence_head_with_markov else 0) + 1
+    return sequential + (features if config.enable_confidence_head else 0)
+
+
+def drafter_parameters(config: DSparkConfig) -> int:
+    """Trained weights of a drafter that shares its target's embeddings: `m d²`, two norms, the layers, the heads."""
+    d = config.hidden_size
+    fused = len(config.target_layer_ids) * d * d + 2 * d
+    return fused + config.num_hidden_layers * layer_parameters(config) + head_parameters(config)
+
+
+# --- a run -------------------------------------------------------------------------------------------------------
+
+
+def predict(target: TargetSize, drafter: DSparkConfig, run: Run, gpu: GPU | None = None) -> Prediction:
+    """What a run will need."""
+    parameters = drafter_parameters(drafter)
+    return Prediction(
+        parameters=parameters,
+        target_memory=BF16 * (target.parameters - target.in_layers * (1 - 1 / run.gpus) * run.shards_target),
+        drafter_memory=drafter_memory(parameters, run),
+        activation_memory=activation_memory(drafter, run),
+        disk=disk(target, parameters, run),
+        cached_states=cached_states(drafter, run),
+        hours=hours(target, drafter, run, gpu or GPU()),
+    )
+
+
+def drafter_memory(parameters: int, run: Run) -> float:
+    """Bytes per weight: 4 float32, 4 its gradient, 8 AdamW's two moments, 2 its copy in bf16, 4 DDP's buckets.
+
+    Spread over the GPUs the first 16 are divided by their number, and the gradient that is being made takes 4.
+    """
+    lasting = (4 + optimizer_bytes() + FLOAT32) * parameters
+    buckets = FLOAT32 if run.gpus > 1 else 0
+    return lasting / (run.gpus if run.shards_drafter else 1) + (BF16 + buckets) * parameters
+
+
+def optimizer_bytes() -> int:
+    """AdamW's bytes for each trained weight: two moments in float32."""
+    return 2 * FLOAT32
+
+
+def activation_memory(drafter: DSparkConfig, run: Run) -> float:
+    """Rough: what is alive at once in the backward pass of the longest sequences, per GPU.
+
+    A drafter's layers are as wide as the target's. Of the target one layer's activations and the `m + 1` states that are kept. Of the drafter, per token of a block
+    and layer: the float32 stream twice, and in bf16 three states of `d`, queries and their attention, gate, up and
+    product of the MLP; per token of context: keys and values of each layer, `m` states and the fused one; the mask of
+    queries and keys. Checkpointing keeps one layer's and the streams. Of the logits `loss_memory`, and float32
+    gradients of the sequential head's tables.
+    """
+    context = run.batch_size * run.max_length
+    block = run.batch_size * run.num_anchors * drafter.block_size
+    keys = drafter.num_key_value_heads * drafter.head_dim
+    queries = drafter.num_attention_heads * drafter.head_dim
+    d, captured = drafter.hidden_size, len(drafter.target_layer_ids)
+    states = context * BF16 * (captured + 1) * d
+    of_target = context * BF16 * (4 * d + 2 * queries + 3 * drafter.intermediate_size)
+    per_layer = block * (2 * FLOAT32 * d + BF16 * (3 * d + 2 * queries + 3 * drafter.intermediate_size))
+    per_layer += 2 * BF16 * keys * (context + block)
+    kept_layers: float = drafter.num_hidden_layers
+    streams = 0
+    if run.gradient_checkpointing:
+        streams = block * FLOAT32 * d * drafter.num_hidden_layers
+        kept_layers = 1
+    mask = run.batch_size * run.num_anchors * drafter.block_size * (run.max_length + run.num_anchors * drafter.block_size)
+    fused = context * BF16 * 2 * d
+    logits = run.loss_memory * 2**20 + FLOAT32 * drafter.markov_rank * drafter.predicted_vocab_size
+    hidden = 3 * block * FLOAT32 * d
+    drafting = kept_layers * per_layer + streams + fused + BF16 * mask + logits + hidden
+    return states + max(of_target, drafting)
+
+
+def disk(target: TargetSize, parameters: int, run: Run) -> float:
+    """Bytes: the target in bf16, checkpoints of 12 per weight (one more while the oldest is replaced), the drafter,
+    and 5 per token of text (an id and its mask).
+    """
+    checkpoint = (FLOAT32 + optimizer_bytes()) * parameters
+    return BF16 * target.parameters + (run.kept_checkpoints + 1) * checkpoint + FLOAT32 * parameters + 5 * run.tokens
+
+
+def cached_states(drafter: DSparkConfig, run: Run) -> float:
+    """Bytes of the target's `m + 1` states of all tokens in bf16."""
+    layout = Layout("bf16", len(drafter.target_layer_ids) + 1, drafter.hidden_size)
+    return layout.bytes_of(round(run.tokens), round(run.sequences))
+
+
+def hours(target: TargetSize, drafter: DSparkConfig, run: Run, gpu: GPU) -> float:
+    """Rough: arithmetic of all passes over what the GPUs do at the assumed utilisation.
+
+    A multiplication by a weight takes 2 operations per token forward and 4 backward. Per token of text: the target's
+    active weights forward, the drafter's fusion and its keys and values forward and backward. Per token of a block:
+    the drafter's layers and heads forward and backward; the LM head forward for the target, forward and half the
+    backward (it is frozen) for the drafter. Attention adds `4 × width × keys` forward and twice that backward.
+    """
+    length = run.tokens / run.sequences
+    slots = min(run.num_anchors, length) * drafter.block_size  # per sequence; no more anchors than tokens
+    d, queries = drafter.hidden_size, drafter.num_attention_heads * drafter.head_dim
+    keys = drafter.num_key_value_heads * drafter.head_dim
+    per_token = 2 * target.active + 4 * target.num_layers * queries * length / 2
+    per_token += 6 * (len(drafter.target_layer_ids) * d * d + drafter.num_hidden_layers * 2 * keys * d)
+    head = d * (2 * target.vocab_size + 4 * drafter.predicted_vocab_size)
+    sequential = 6 * drafter.markov_rank * drafter.predicted_vocab_size
+    attention = drafter.num_hidden_layers * 12 * queries * (length / 2 + drafter.block_size)
+    per_slot = 6 * drafter.num_hidden_layers * layer_parameters(drafter) + head + sequential + attention
+    operations = run.epochs * run.sequences * (length * per_token + slots * per_slot)
+    return operations / (run.gpus * gpu.tflops * 1e12 * gpu.utilisation) / 3600
+
+
+__all__ = [
+    "GPU",
+    "Prediction",
+    "Run",
+    "TargetSize",
+    "cached_states",
+    "drafter_parameters",
+    "head_parameters",
+    "layer_parameters",
+    "optimizer_bytes",
+    "predict",
+    "target_size",
+]
