@@ -105,19 +105,22 @@ def test_gradient_checkpointing_changes_no_gradient(
 ) -> None:
     """One step of plain SGD is the gradient."""
     step = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "warmup_steps": 0, "max_grad_norm": 0.0}
-    weights = []
-    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}):
-        trainer = make_trainer(target, dataset, tmp_path, **step, **options)
-        before = trainer.model.fc.weight.detach().clone()
-        calls = []
-        for layer in trainer.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
-        trainer.train()
-        weights.append(trainer.model.state_dict())
-        assert not torch.equal(trainer.model.fc.weight, before)
-        assert len(calls) == len(trainer.model.layers) * (2 if options else 1), "layers are computed again"
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-5, msg=name)
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    plain, again = (make_trainer(target, dataset, tmp_path, **step, **more) for more in ({}, checkpointing))
+    before = plain.model.fc.weight.detach().clone()
+    assert (count_layer_calls(plain), count_layer_calls(again)) == (2, 4), "layers are computed again"
+    assert not torch.equal(plain.model.fc.weight, before)
+    for (name, weight), other in zip(plain.model.named_parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(other, weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def count_layer_calls(trainer: DSparkTrainer) -> int:
+    """Trains, and counts how often a layer begins to be computed."""
+    calls: list[int] = []
+    for layer in trainer.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
+    trainer.train()
+    return len(calls)
 
 
 def test_bf16_with_checkpointing_learns(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:

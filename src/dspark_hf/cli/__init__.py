@@ -17,8 +17,8 @@ from .train import PASSES_ON, train
 
 app = typer.Typer(
     name="dspark",
-    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, calibrate and "
-    "profile them.",
+    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, calibrate "
+    "and profile them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

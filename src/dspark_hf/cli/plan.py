@@ -22,7 +22,7 @@ TARGETS_FILE = "targets.json"
 """Configs of targets by name, looked for beside a recipe, so that nothing has to be asked of the Hub."""
 
 TOKENS, SEQUENCES = 1.24e9, 1.3e6
-"""The DSpark paper's data: 1.3 million prompts; the tokens follow from the 38 TB that DeepSpec states for its cache."""
+"""The DSpark paper's data: 1.3 million prompts; the tokens follow from the 38 TB of DeepSpec's cache."""
 
 MARK = "# Predicted, not measured"
 
@@ -64,9 +64,7 @@ def plan(
     Console().print(table)
 
 
-def predict_recipe(
-    path: Path, gpus: int, tokens: float, sequences: float, gpu: GPU
-) -> tuple[Prediction, str]:
+def predict_recipe(path: Path, gpus: int, tokens: float, sequences: float, gpu: GPU) -> tuple[Prediction, str]:
     """The prediction for a recipe, and what it assumes, in words."""
     from ..factory import complete_config
     from ..training.planning import Run, predict, target_size

@@ -13,7 +13,7 @@ from .errors import user_errors
 
 if TYPE_CHECKING:
     from ..models import DSparkDrafter
-    from ..training.recipe import Arguments
+    from ..training.recipe import Arguments, RecipeParser
 
 FLAGS = {
     "block_size": "--block-size",
@@ -74,9 +74,7 @@ def train(
             "`input_ids` with an optional `loss_mask`. [needed]"
         ),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option(help="Folder for the drafter and its checkpoints. [needed]")
-    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for the drafter and its checkpoints. [needed]")] = None,
     recipe: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="YAML file with options by the library's names; those given here go first."),
@@ -87,8 +85,8 @@ def train(
     target_device_map: Annotated[
         str | None,
         typer.Option(
-            help="Where the target's weights go: `fsdp` spreads its layers over all processes, `auto` over the devices "
-            "of one process. [default: whole on the device of each process]"
+            help="Where the target's weights go: `fsdp` spreads its layers over all processes, `auto` over the "
+            "devices of one process. [default: whole on the device of each process]"
         ),
     ] = None,
     drafter_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
@@ -137,15 +135,18 @@ def train(
     given by its name, here (`--weight-decay 0.1`) or in the recipe (`weight_decay: 0.1`). On several GPUs start it
     with `accelerate launch --no_python dspark train ...`.
     """
-    with user_errors(**FLAGS):
-        _train(_arguments(context, recipe))
-
-
-def _arguments(context: typer.Context, recipe: str | None) -> Arguments:
-    """The options of the command line, before those of the recipe, before this command's defaults."""
     # Here and not above: other commands start faster without the trainer.
     from ..training.recipe import RecipeParser
 
+    parser = RecipeParser()
+    with user_errors():
+        in_recipe = {} if recipe is None else parser.read(recipe)
+    with user_errors(**FLAGS):
+        _train(_arguments(context, parser, in_recipe))
+
+
+def _arguments(context: typer.Context, parser: RecipeParser, in_recipe: dict[str, Any]) -> Arguments:
+    """The options of the command line, before those of the recipe, before this command's defaults."""
     given = {}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
@@ -158,8 +159,6 @@ def _arguments(context: typer.Context, recipe: str | None) -> Arguments:
     defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
     if "per_device_train_batch_size" in given:
         defaults["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
-    parser = RecipeParser()
-    in_recipe = {} if recipe is None else parser.read(recipe)
     if "eval_file" in {**in_recipe, **given}:
         defaults["eval_strategy"] = "epoch"
     return parser.parse_values({**defaults, **in_recipe, **given}, context.args, flags=OPTIONS)
@@ -170,19 +169,19 @@ def _train(arguments: Arguments) -> None:
     from transformers import set_seed
 
     from ..training import find_checkpoint, load_target, train_drafter
+    from ..training.recipe import fit_context
 
     drafter_args, data_args, training_args = arguments
     _check_file("--data", data_args.data_file)
     if data_args.eval_file is not None:
         _check_file("--eval-data", data_args.eval_file)
-    checkpoint = training_args.resume_from_checkpoint or find_checkpoint(
-        training_args.output_dir, drafter_args.resume
-    )
+    checkpoint = training_args.resume_from_checkpoint or find_checkpoint(training_args.output_dir, drafter_args.resume)
     drafter_args.drafter_config()  # what is wrong with it is said before the target is loaded
     trained = _trained_drafter(checkpoint, drafter_args.warm_start)
     target, tokenizer = load_target(
         drafter_args.target, device_map=drafter_args.target_device_map or training_args.device
     )
+    fit_context(training_args, target)
     set_seed(training_args.seed)
     train_drafter(
         target,

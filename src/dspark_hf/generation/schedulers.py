@@ -31,11 +31,11 @@ from .scheduling import (
     Lengths,
     Promise,
     expected_tokens,
+    is_column_worth,
     schedule_columns,
     schedule_early_stop,
     survival,
     top_k,
-    worth_of_columns,
 )
 
 logger = logging.get_logger(__name__)
@@ -194,7 +194,7 @@ class Steering:
         rows: rows of the draft.
         prices: of verifying each column, in tokens.
         step: of drafting one.
-        shares: of a column's tokens, those that survive in the next; see `worth_of_columns`.
+        shares: of a column's tokens, those that survive in the next; see `is_column_worth`.
     """
 
     def __init__(self, rows: int, prices: list[float], step: float, shares: list[float]) -> None:
@@ -213,8 +213,8 @@ class Steering:
         if column == 0:
             # The first token is drafted in any case.
             prices[0] = self.prices[0]
-            self.is_worth_verifying = worth_of_columns(alive, prices, self.shares) > 0
-        return worth_of_columns(alive, prices, self.shares[column:]) > 0
+            self.is_worth_verifying = is_column_worth(alive, prices, self.shares)
+        return is_column_worth(alive, prices, self.shares[column:])
 
 
 @dataclass

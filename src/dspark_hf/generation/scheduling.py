@@ -188,7 +188,7 @@ def schedule_columns(survivals: Any, costs: Any, speed: float, outlook: Any | No
     For verifications that pad every request to the longest, so that time is bought by the column. A column is worth
     the tokens that are expected to survive in it, and its time the tokens that other rounds write in it: the choice
     with the most tokens per second in the long run is the one that gains most over that rate in each round. Column by
-    column the search goes on while `worth_of_columns` is positive.
+    column the search goes on while `is_column_worth`.
 
     Lossless: whether column k is verified is decided by survivals of the columns up to it, which depend on the tokens
     before it alone, and by numbers from before the draft.
@@ -216,13 +216,13 @@ def schedule_columns(survivals: Any, costs: Any, speed: float, outlook: Any | No
     prices, ratios = (speed * costs).tolist(), shares.tolist()
     columns = survivals.sum(axis=0).tolist()
     longest = next(
-        (k for k, alive in enumerate(columns) if worth_of_columns(alive, prices[k:], ratios[k:]) <= 0), len(columns)
+        (k for k, alive in enumerate(columns) if not is_column_worth(alive, prices[k:], ratios[k:])), len(columns)
     )
     return np.minimum(np.count_nonzero(survivals, axis=1), longest)
 
 
-def worth_of_columns(alive: float, prices: Sequence[float], shares: Sequence[float]) -> float:
-    """The most that a column, with any number of those after it, is expected to bring over its price.
+def is_column_worth(alive: float, prices: Sequence[float], shares: Sequence[float]) -> bool:
+    """Whether a column, with any number of those after it, is expected to bring more than its price.
 
     The columns after it count, as a first column that is dear may open the way to cheap ones: on many machines two
     tokens take much longer than one, and eight hardly longer than two.
@@ -232,12 +232,13 @@ def worth_of_columns(alive: float, prices: Sequence[float], shares: Sequence[flo
         prices: of the column and those after it, in tokens.
         shares: of a column's tokens, those that survive in the next; the first entry does not count.
     """
-    best = gain = alive - prices[0]
+    gain = alive - prices[0]
     for price, share in zip(prices[1:], shares[1:], strict=True):
+        if gain > 0:
+            break
         alive *= share
         gain += alive - price
-        best = max(best, gain)
-    return best
+    return gain > 0
 
 
 def schedule_early_stop(survivals: Any, curve: CapacityCurve, draft_seconds: float = 0.0) -> Lengths:
@@ -548,11 +549,11 @@ __all__ = [
     "everything",
     "expected_tokens",
     "global_budget",
+    "is_column_worth",
     "schedule_columns",
     "schedule_early_stop",
     "static_threshold",
     "survival",
     "top_k",
     "worth_drafting",
-    "worth_of_columns",
 ]

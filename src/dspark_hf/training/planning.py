@@ -230,11 +230,11 @@ def optimizer_bytes() -> int:
 def activation_memory(drafter: DSparkConfig, run: Run) -> float:
     """Rough: what is alive at once in the backward pass of the longest sequences, per GPU.
 
-    A drafter's layers are as wide as the target's. Of the target one layer's activations and the `m + 1` states that are kept. Of the drafter, per token of a block
-    and layer: the float32 stream twice, and in bf16 three states of `d`, queries and their attention, gate, up and
-    product of the MLP; per token of context: keys and values of each layer, `m` states and the fused one; the mask of
-    queries and keys. Checkpointing keeps one layer's and the streams. Of the logits `loss_memory`, and float32
-    gradients of the sequential head's tables.
+    A drafter's layers are as wide as the target's. Of the target one layer's activations and the `m + 1` states that
+    are kept. Of the drafter, per token of a block and layer: the float32 stream twice, and in bf16 three states of
+    `d`, queries and their attention, gate, up and product of the MLP; per token of context: keys and values of each
+    layer, `m` states and the fused one; the mask of queries and keys. Checkpointing keeps one layer's and the streams.
+    Of the logits `loss_memory`, and float32 gradients of the sequential head's tables.
     """
     context = run.batch_size * run.max_length
     block = run.batch_size * run.num_anchors * drafter.block_size
@@ -250,7 +250,7 @@ def activation_memory(drafter: DSparkConfig, run: Run) -> float:
     if run.gradient_checkpointing:
         streams = block * FLOAT32 * d * drafter.num_hidden_layers
         kept_layers = 1
-    mask = run.batch_size * run.num_anchors * drafter.block_size * (run.max_length + run.num_anchors * drafter.block_size)
+    mask = block * (run.max_length + run.num_anchors * drafter.block_size)
     fused = context * BF16 * 2 * d
     logits = run.loss_memory * 2**20 + FLOAT32 * drafter.markov_rank * drafter.predicted_vocab_size
     hidden = 3 * block * FLOAT32 * d

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, PreTrainedModel
 
 from ..models import DSparkConfig
 from .arguments import DSparkTrainingArguments
@@ -83,6 +83,9 @@ class DataArguments:
 UNSET = ("", "~", "null")
 """How YAML writes that a key has no value."""
 
+NEEDED = ("target", "data_file", "output_dir")
+"""Options without which there is nothing to train, or nowhere to put it."""
+
 Arguments = tuple[DrafterArguments, DataArguments, DSparkTrainingArguments]
 
 
@@ -99,10 +102,8 @@ class RecipeParser(HfArgumentParser):
     def __init__(self) -> None:
         super().__init__((DrafterArguments, DataArguments, DSparkTrainingArguments), allow_abbrev=False)
         self.add_argument("--recipe", metavar="FILE", help="YAML file with these options by their names.")
-        needed = {action.dest for action in self._actions if action.required} | {"output_dir"}
         for action in self._actions:
-            action.required = False  # reported by `parse`, in the same words for the command line and a recipe
-        self.needed = sorted(needed)
+            action.required = False  # what is missing is said in the same words for the command line and a recipe
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +119,8 @@ class RecipeParser(HfArgumentParser):
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The options in a recipe; one without a value counts as left out."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no recipe {os.fspath(path)!r}.")
         try:
             # All words stay strings, as on a command line: YAML takes `no` for false and `6e-4` for a word.
             recipe = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
@@ -149,18 +152,16 @@ class RecipeParser(HfArgumentParser):
         `flags` are options that the command line has beside these, to be named where one is misspelt.
         """
         switches = {action.dest for action in self._actions if action.nargs == "?" and action.const is True}
-        arguments = [
-            part for name, value in values.items() for part in _as_arguments(name, value, name in switches)
-        ]
-        drafter, data, training, _, unknown = self.parse_args_into_dataclasses(
-            [*arguments, *argv], return_remaining_strings=True, look_for_args_file=False
-        )
+        arguments = [part for name, value in values.items() for part in _as_arguments(name, value, name in switches)]
+        arguments += argv
+        found, unknown = self.parse_known_args(arguments)
         self.check_names((_option_name(word) for word in unknown if word.startswith("--")), "the command line", flags)
         if unknown:
             raise ValueError(f"The command line has {unknown[0]!r} where an option should be.")
-        for name in self.needed:
-            if not any(getattr(part, name, None) for part in (drafter, data, training)):
+        for name in NEEDED:
+            if getattr(found, name) is None:
                 raise ValueError(f"`{name}` is not given; it is needed, as an option or in the recipe.")
+        drafter, data, training, _ = self.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         check_wrapping(training)
         return drafter, data, training
 
@@ -183,4 +184,10 @@ def _as_arguments(name: str, value: Any, is_switch: bool) -> list[str]:
     return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-__all__ = ["DataArguments", "DrafterArguments", "RecipeParser"]
+def fit_context(training_args: DSparkTrainingArguments, target: PreTrainedModel) -> None:
+    """Lowers `max_length` to what the target can read: positions past that fail, or mean nothing to it."""
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    training_args.max_length = min(training_args.max_length, context or training_args.max_length)
+
+
+__all__ = ["DataArguments", "DrafterArguments", "RecipeParser", "fit_context"]
