@@ -1,7 +1,7 @@
 """Throughput of the embedded pair under load: the hardware-aware scheduler against plain decoding and fixed lengths.
 
 For each load, that many requests are active at any time: when one ends the next one joins. Each policy runs for a
-number of tokens per request; all policies take turns, several times over, in one process, and keep from turn to turn
+number of tokens per request, and so many in all that luck does not decide; all policies take turns, several times over, in one process, and keep from turn to turn
 what they have learnt, as on a server. The costs that the scheduler goes by are measured first. Reported are tokens per
 second (median and range over the repeats, and the ratio, repeat by repeat, to the best of plain decoding and of every
 fixed length), accepted length (bonus token included), and the drafted tokens verified per request and round. One more
@@ -56,9 +56,9 @@ def prompts(tokenizer: Any) -> Iterator[torch.Tensor]:
 
 
 def run(
-    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, tokens: int, seed: int
+    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, tokens: int, total: int, seed: int
 ) -> dict[str, float]:
-    """Figures of one policy at one load, from when `load` requests are active to `load * tokens` tokens later.
+    """Figures of one policy at one load, from when `load` requests are active to `total` tokens later.
 
     Requests have between half and one and a half times `tokens` tokens to write, so that they do not end together.
     """
@@ -75,7 +75,7 @@ def run(
             {name: engine.stats.total(name) for name in ("emitted", "rows", "verified")},
             time.perf_counter(),
         )
-        while engine.stats.total("emitted") - before["emitted"] < load * tokens:
+        while engine.stats.total("emitted") - before["emitted"] < total:
             requests = [request for request in requests if not request.done]
             while len(requests) < load:
                 requests.append(engine.submit(next(source), max_new_tokens=next(lengths)))
@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
                 for name in random.Random(repeat).sample(list(policies), len(policies)):
                     progress.update(bar, description=f"{load} at once, {name}")
                     helper = wrong if name == WRONG else drafter
-                    figures[name].append(run(pair, helper, policies[name], load, args.tokens, repeat))
+                    total = max(load * args.tokens, args.least)
+                    figures[name].append(run(pair, helper, policies[name], load, args.tokens, total, repeat))
                     progress.advance(bar)
             rows += [summary(load, name, figures) for name in policies]
     return rows
@@ -145,12 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--tokens", type=int, default=64, help="tokens per request and run")
+    parser.add_argument("--least", type=int, default=512, help="least tokens per run, over all requests")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile-repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS / "concurrency.json")
     args = parser.parse_args()
-    for name in ("tokens", "repeats", "profile_repeats", "threads"):
+    for name in ("tokens", "least", "repeats", "profile_repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
     if min(args.loads) < 1:
@@ -165,7 +167,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "settings": {**DECODING, "tokens": args.tokens, "repeats": args.repeats, "dtype": "float32"},
+        "settings": {**DECODING, "tokens": args.tokens, "least": args.least, "repeats": args.repeats, "dtype": "float32"},
         "rows": rows,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark_hf.embedded import DRAFTER
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,9 +31,10 @@ def test_embedded_pair(tmp_path):
 
 @pytest.mark.slow
 def test_concurrency(tmp_path):
-    arguments = ("--loads", "1", "2", "--tokens=4", "--repeats=1", "--profile-repeats=1")
+    arguments = ("--loads", "1", "2", "--tokens=4", "--least=4", "--repeats=1", "--profile-repeats=1")
     report = run("concurrency", tmp_path / "report.json", *arguments)
-    assert [row["load"] for row in report["rows"]] == [1] * 10 + [2] * 10
+    policies = 3 + json.loads((DRAFTER / "config.json").read_text(encoding="utf-8"))["block_size"]
+    assert [row["load"] for row in report["rows"]] == [1] * policies + [2] * policies
     for row in report["rows"]:
         assert row["tokens_per_second"] > 0 and row["accepted_length"] >= 1
         assert row["policy"] != "plain" or (row["budget"], row["accepted_length"]) == (0, 1)
@@ -64,6 +67,14 @@ def test_training_memory(tmp_path):
     # All logits of the 448 positions are 51 MiB a tensor.
     assert 0 < chunked["peak_mib"] < full["peak_mib"] / 2 and full["peak_mib"] > 4 * 51
     assert min(chunked["cpu_seconds_median"], full["cpu_seconds_median"]) > 0
+
+
+@pytest.mark.slow
+def test_state_storage(tmp_path):
+    report = run("state_storage", tmp_path / "report.json", "--steps=10", "--rows=16", "--held-out=4", "--length=40")
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert rows["float32"]["largest_loss_difference"] == 0 < rows["bf16"]["largest_loss_difference"] < 1e-2
+    assert rows["int8"]["bytes_per_token"] < rows["bf16"]["bytes_per_token"] < rows["float32"]["bytes_per_token"]
 
 
 def test_readme_quotes_the_committed_results():

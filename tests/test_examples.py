@@ -28,12 +28,14 @@ def run(script: str, *options: str) -> str:
 def test_train_drafter(tmp_path):
     run(
         "examples/train_drafter.py",
-        *("--target", str(TARGET)),
+        *("--recipe", str(ROOT / "examples" / "recipes" / "gemma3_270m.yaml")),
+        *("--target", str(TARGET), "--draft_vocab_size", "64", "--bf16=false", "--gradient_accumulation_steps", "1"),
         *("--data_file", str(ROOT / "examples" / "data" / "sample.jsonl")),
         *("--output_dir", str(tmp_path / "drafter")),
         *("--max_steps", "2", "--num_anchors", "8", "--markov_rank", "16", "--per_device_train_batch_size", "2"),
     )
-    assert DSparkDrafter.from_pretrained(tmp_path / "drafter").config.markov_rank == 16
+    config = DSparkDrafter.from_pretrained(tmp_path / "drafter").config
+    assert (config.markov_rank, config.draft_vocab_size, config.num_hidden_layers) == (16, 64, 2)
 
 
 def test_stages_of_the_embedded_drafter(tmp_path):

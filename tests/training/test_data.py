@@ -136,6 +136,28 @@ def test_the_first_bad_row_is_named(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert report.first_skipped == {"empty row": "row 2"}
 
 
+def test_wrong_encoding_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"text": "hello there"}\n{"text": "hello caf\xe9"}\n'.encode("latin-1"))
+    dataset, report = prepare_dataset(path, tokenizer, max_length=8, vocab_size=VOCAB_SIZE)
+    assert len(dataset) == 1 and report.first_skipped == {"line is not UTF-8": "line 2"}
+    for encoding in ("utf-16", "utf-16-le"):
+        path.write_text('{"text": "hello there"}\n', encoding=encoding)
+        with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8|2 × line is not JSON"):
+            prepare_dataset(path, tokenizer, max_length=8, vocab_size=VOCAB_SIZE)
+
+
+def test_tokenizer_with_more_tokens_than_the_target(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Added tokens do not count: Gemma 3's text models have a tokenizer with one that they have no place for."""
+    data = Dataset.from_list([{"text": "hello there"}, {"text": "hello <image>"}])
+    own = len(tokenizer)
+    tokenizer.add_tokens("<image>")
+    dataset, report = prepare_dataset(data, tokenizer, max_length=8, vocab_size=own)
+    assert len(dataset) == 1 and report.skipped == {f"token ids outside the target's vocabulary of {own}": 1}
+    with pytest.raises(ValueError, match=f"The tokenizer has {own} tokens and the target only {own - 1}"):
+        prepare_dataset(data, tokenizer, max_length=8, vocab_size=own - 1)
+
+
 def test_failures_that_are_not_the_templates_are_passed_on(tokenizer: PreTrainedTokenizerFast) -> None:
     def missing(*args: Any, **kwargs: Any) -> None:
         raise ImportError("jinja2 is missing")
@@ -164,14 +186,17 @@ def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
         prepare_dataset(tmp_path, max_length=8, vocab_size=9)
 
 
-def test_long_rows_are_cut_or_split() -> None:
+def test_long_rows_are_cut_or_split(caplog: pytest.LogCaptureFixture) -> None:
     data = Dataset.from_list([{"input_ids": list(range(9)), "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1]}])
     with pytest.raises(ValueError, match="within 4 tokens"):
         prepare_dataset(data, max_length=4, vocab_size=9)
+    with caplog.at_level(logging.WARNING):
+        assert prepare_dataset(data, max_length=6, vocab_size=9)[1].cut == 1
+    assert "Cut the ends of 1 of 1 rows, longer than 6 tokens" in caplog.text
     split, report = prepare_dataset(data, max_length=4, vocab_size=9, split_long=True)
     # The first window has nothing to train on, the last is a single token.
     assert split["input_ids"][:] == [[4, 5, 6, 7]]
-    assert (report.rows, report.tokens, report.trained_tokens) == (1, 4, 4)
+    assert (report.rows, report.tokens, report.trained_tokens, report.cut) == (1, 4, 4, 0)
 
 
 def test_collator_pads_on_the_right() -> None:

@@ -155,7 +155,7 @@ def _arguments(context: typer.Context, parser: RecipeParser, in_recipe: dict[str
     if "target_layer_ids" in given:
         given["target_layer_ids"] = _layers(given["target_layer_ids"])
     if "markov_head_type" in given:
-        given["markov_head_type"] = given["markov_head_type"].value
+        given["markov_head_type"] = MarkovHead(given["markov_head_type"]).value
     defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
     if "per_device_train_batch_size" in given:
         defaults["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
