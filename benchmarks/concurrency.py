@@ -1,11 +1,11 @@
 """Throughput of the embedded pair under load: the hardware-aware scheduler against plain decoding and fixed lengths.
 
 For each load, that many requests are active at any time: when one ends the next one joins. Each policy runs for a
-number of tokens per request, and so many in all that luck does not decide; all policies take turns, several times over, in one process, and keep from turn to turn
-what they have learnt, as on a server. The costs that the scheduler goes by are measured first. Reported are tokens per
-second (median and range over the repeats, and the ratio, repeat by repeat, to the best of plain decoding and of every
-fixed length), accepted length (bonus token included), and the drafted tokens verified per request and round. One more
-policy drafts with a drafter that is always wrong.
+number of tokens per request, and so many in all that luck does not decide; all policies take turns, several times
+over, in one process, and keep from turn to turn what they have learnt, as on a server. The costs that the scheduler
+goes by are measured first. Reported are tokens per second (median and range over the repeats, and the ratio, repeat by
+repeat, to the best of plain decoding and of every fixed length), accepted length (bonus token included), and the
+drafted tokens verified per request and round. One more policy drafts with a drafter that is always wrong.
 
     python benchmarks/concurrency.py --loads 1 2 4 8 16 32 --tokens 64 --repeats 5
 """
@@ -167,7 +167,13 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "settings": {**DECODING, "tokens": args.tokens, "least": args.least, "repeats": args.repeats, "dtype": "float32"},
+        "settings": {
+            **DECODING,
+            "tokens": args.tokens,
+            "least": args.least,
+            "repeats": args.repeats,
+            "dtype": "float32",
+        },
         "rows": rows,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         compared = compare_full(*inputs)
     else:
         compared = compare_blocks(*inputs, chunk_size=slots_within(args.loss_memory, args.vocab_size))
-    result = dspark_loss(compared, drafter.confidence_logits(hidden, previous_ids), eval_mask, weights)
+    confidences = drafter.confidence_logits(hidden, drafter.embed_previous(previous_ids))
+    result = dspark_loss(compared, confidences, eval_mask, weights)
     result.loss.backward()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -124,7 +125,11 @@ def measure_apart(variant: str, gradients: Path) -> dict[str, float]:
 
 
 def gradient_errors(actual: Path, expected: Path) -> dict[str, dict[str, float]]:
-    """Of each tensor in two files of gradients, norm and largest entry of the difference, relative to its own."""
+    """Of each tensor in two files of gradients, how far they are apart.
+
+    `norm` and `largest` are norm and largest entry of the difference, relative to the gradient's own; `absolute` is
+    its largest entry as it is.
+    """
     ours, theirs = (torch.load(path, mmap=True) for path in (actual, expected))
     if ours.keys() != theirs.keys():
         raise RuntimeError(f"One has gradients for {sorted(ours)}, the other for {sorted(theirs)}.")
@@ -134,6 +139,7 @@ def gradient_errors(actual: Path, expected: Path) -> dict[str, dict[str, float]]
         errors[name] = {
             "norm": (difference.norm() / gradient.norm()).item(),
             "largest": (difference.abs().max() / gradient.abs().max()).item(),
+            "absolute": difference.abs().max().item(),
         }
     return errors
 
@@ -205,8 +211,11 @@ def main() -> None:
 
 def show(report: dict[str, Any]) -> None:
     ratios = report["chunked_to_full"]
-    error = max(each["norm"] for each in report["gradient_errors"].values())
-    table = Table(title=f"loss of a training step; gradients differ by {error:.1e}")
+    errors = report["gradient_errors"].values()
+    relative, absolute = (max(each[name] for each in errors) for name in ("norm", "absolute"))
+    table = Table(
+        title=f"loss of a training step; gradients differ by {relative:.1e}, no entry by more than {absolute:.1e}"
+    )
     for column in ("logits", "peak MiB", "seconds", "processor seconds"):
         table.add_column(column, justify="left" if column == "logits" else "right")
     for row in report["rows"]:

@@ -143,7 +143,9 @@ def test_recipe(target_folder: Path, data: Path, tmp_path: Path) -> None:
         optim="sgd",
         seed="",
     )
-    code, text = run("--recipe", recipe, "--output", output, "--markov-rank", 6, "--adam_beta1", 0.8, "--bf16", "--use-cpu")
+    code, text = run(
+        "--recipe", recipe, "--output", output, "--markov-rank", 6, "--adam_beta1", 0.8, "--bf16", "--use-cpu"
+    )
     assert code == 0, text
     config = DSparkDrafter.from_pretrained(output).config
     assert (config.num_hidden_layers, config.block_size, config.markov_rank) == (1, 3, 6)
