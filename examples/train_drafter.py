@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from dspark_hf import AutoDrafter, get_drafter, train_drafter
 from dspark_hf.training import choose_draft_tokens, find_checkpoint, load_target
-from dspark_hf.training.recipe import RecipeParser, fit_context
+from dspark_hf.training.recipe import RecipeParser
 
 
 def main() -> None:
@@ -25,7 +25,6 @@ def main() -> None:
     target, tokenizer = load_target(
         drafter_args.target, device_map=drafter_args.target_device_map or training_args.device
     )
-    fit_context(training_args, target)
     checkpoint = find_checkpoint(training_args.output_dir, drafter_args.resume)
     if checkpoint or drafter_args.warm_start:
         drafter = AutoDrafter.from_pretrained(checkpoint or drafter_args.warm_start)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dspark_hf import DSparkConfig, get_drafter
 from dspark_hf.cli import app
-from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, find_checkpoint
 
 # Kills itself as nothing else can be killed, so that no clean-up runs, at a step that is no checkpoint's.
 KILLED_AT_STEP_7 = """
@@ -131,3 +131,12 @@ def test_bf16_with_checkpointing_learns(target: PreTrainedModel, dataset: Datase
     log = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(log[-4:]) < 0.98 * sum(log[:4])
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}, "weights stay float32"
+
+
+def test_part_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """As a kill leaves it while the checkpoint is written."""
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-11").mkdir()
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")

@@ -65,16 +65,16 @@ class MarkovHead(str, enum.Enum):
 def train(
     context: typer.Context,
     target: Annotated[
-        str | None, typer.Option(help="Model to draft for: a Hub repository or a local folder. [needed]")
+        str | None, typer.Option(help="Model to draft for: a Hub repository or a local folder. (needed)")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             help="Training rows, a JSON Lines file. Each row has `messages`, `prompt` and `response`, `text`, or "
-            "`input_ids` with an optional `loss_mask`. [needed]"
+            "`input_ids` with an optional `loss_mask`. (needed)"
         ),
     ] = None,
-    output: Annotated[str | None, typer.Option(help="Folder for the drafter and its checkpoints. [needed]")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for the drafter and its checkpoints. (needed)")] = None,
     recipe: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="YAML file with options by the library's names; those given here go first."),
@@ -86,7 +86,7 @@ def train(
         str | None,
         typer.Option(
             help="Where the target's weights go: `fsdp` spreads its layers over all processes, `auto` over the "
-            "devices of one process. [default: whole on the device of each process]"
+            "devices of one process. (default: whole on the device of each process)"
         ),
     ] = None,
     drafter_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
@@ -96,13 +96,13 @@ def train(
     confidence: Annotated[bool, typer.Option(help="Whether the drafter predicts if its tokens survive.")] = True,
     target_layers: Annotated[
         str | None,
-        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. [default: spread]"),
+        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. (default: spread)"),
     ] = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Predict only so many tokens, the most frequent of the data. [default: all]")
+        int | None, typer.Option(help="Predict only so many tokens, the most frequent of the data. (default: all)")
     ] = None,
     mask_token_id: Annotated[
-        int | None, typer.Option(help="Token for undecided slots, one that text never contains. [default: found]")
+        int | None, typer.Option(help="Token for undecided slots, one that text never contains. (default: found)")
     ] = None,
     num_anchors: Annotated[int, typer.Option(help="Blocks drafted in each training sequence.")] = 512,
     max_length: Annotated[int, typer.Option(help="Longest training sequence, in tokens.")] = 4096,
@@ -110,7 +110,7 @@ def train(
         bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
     ] = False,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per device and step.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(help="Batches that make one optimiser step.")] = 1,
@@ -169,7 +169,6 @@ def _train(arguments: Arguments) -> None:
     from transformers import set_seed
 
     from ..training import find_checkpoint, load_target, train_drafter
-    from ..training.recipe import fit_context
 
     drafter_args, data_args, training_args = arguments
     _check_file("--data", data_args.data_file)
@@ -181,7 +180,6 @@ def _train(arguments: Arguments) -> None:
     target, tokenizer = load_target(
         drafter_args.target, device_map=drafter_args.target_device_map or training_args.device
     )
-    fit_context(training_args, target)
     set_seed(training_args.seed)
     train_drafter(
         target,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import HfArgumentParser
 
 from ..models import DSparkConfig
 from .arguments import DSparkTrainingArguments
@@ -184,10 +184,4 @@ def _as_arguments(name: str, value: Any, is_switch: bool) -> list[str]:
     return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def fit_context(training_args: DSparkTrainingArguments, target: PreTrainedModel) -> None:
-    """Lowers `max_length` to what the target can read: positions past that fail, or mean nothing to it."""
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    training_args.max_length = min(training_args.max_length, context or training_args.max_length)
-
-
-__all__ = ["DataArguments", "DrafterArguments", "RecipeParser", "fit_context"]
+__all__ = ["DataArguments", "DrafterArguments", "RecipeParser"]

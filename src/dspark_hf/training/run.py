@@ -14,7 +14,6 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.formats import DSPARK, detect_format, read_json
 from ..conversion.loading import check_location, load_language_model, load_tokenizer
@@ -96,7 +95,7 @@ def choose_draft_tokens(
     """
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     with training_args.main_process_first(desc="counting tokens"):
-        dataset, _ = _prepare(train_data, vocab_size, training_args, tokenizer, split_long, num_proc)
+        dataset, _ = _prepare(train_data, target, training_args, tokenizer, split_long, num_proc)
         return frequent_tokens(dataset, draft_vocab_size, vocab_size, always=_end_tokens(target, tokenizer))
 
 
@@ -143,9 +142,8 @@ def cache_target_states(
     if isinstance(target, (str, os.PathLike)):
         target, loaded = load_target(target)
         tokenizer = tokenizer or loaded
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
     with training_args.main_process_first(desc="tokenising"):
-        dataset, _ = _prepare(train_data, vocab_size, training_args, tokenizer, split_long, num_proc)
+        dataset, _ = _prepare(train_data, target, training_args, tokenizer, split_long, num_proc)
     return _fill_cache(target, dataset, target_layer_ids, training_args, shard_size, announce)
 
 
@@ -174,18 +172,20 @@ def _fill_cache(
 
 def _prepare(
     data: Data,
-    vocab_size: int,
+    target: PreTrainedModel,
     training_args: DSparkTrainingArguments,
     tokenizer: PreTrainedTokenizerBase | None,
     split_long: bool,
     num_proc: int | None,
 ) -> tuple[Dataset, DataReport]:
-    """`prepare_dataset` as the arguments of a training say."""
+    """`prepare_dataset` as the arguments of a training say, with no row longer than the target can read."""
+    config = target.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None) or training_args.max_length
     return prepare_dataset(
         data,
         tokenizer,
-        max_length=training_args.max_length,
-        vocab_size=vocab_size,
+        max_length=min(training_args.max_length, context),
+        vocab_size=config.vocab_size,
         split_long=split_long,
         enable_thinking=training_args.enable_thinking,
         num_proc=num_proc,
@@ -262,10 +262,9 @@ def train_drafter(
     model: Any = drafter
     model.check_target(target)
     model.config.confidence_temperatures = None  # those of another training say nothing about the weights to come
-    vocab_size: Any = model.config.vocab_size
 
     def prepare(data: Data) -> tuple[Dataset, DataReport]:
-        return _prepare(data, vocab_size, training_args, tokenizer, split_long, num_proc)
+        return _prepare(data, target, training_args, tokenizer, split_long, num_proc)
 
     with training_args.main_process_first(desc="tokenising"):
         train_dataset, report = prepare(train_data)
@@ -303,12 +302,15 @@ def _check_output(output_dir: str) -> None:
 
 
 def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
-    """The last checkpoint in a run's output folder, `None` for a run that is not resumed.
+    """The last whole checkpoint in a run's output folder, `None` for a run that is not resumed.
 
     Raises:
         ValueError: if there is none to resume from, or there are some that a new run would mix with its own.
     """
-    checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    # A run that was killed may have left a part of one: the trainer's state is written last.
+    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    numbered = {int(number): path for path in whole if (number := path.name.rpartition("-")[2]).isdecimal()}
+    checkpoint = str(numbered[max(numbered)]) if numbered else None
     if resume and checkpoint is None:
         raise ValueError(
             f"There is no checkpoint to resume from in {output_dir!r}: leave out `resume` to start anew, or give the "

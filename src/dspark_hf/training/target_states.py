@@ -35,14 +35,15 @@ def compute_target_states(
         # Logits are computed from `last`, only where a block needs them.
         extra["logits_to_keep"] = 1
     device = input_ids.device
+    config = target.config.get_text_config(decoder=True)
+    # LongCat counts two layers where it returns the states of one.
+    num_layers = min(config.num_hidden_layers, getattr(config, "num_layers", config.num_hidden_layers))
     outputs = target(
         input_ids=input_ids.to(target.device),
         attention_mask=attention_mask.to(target.device),
         use_cache=False,
         return_dict=True,
-        **capture_kwargs(
-            target_layer_ids, num_layers=target.config.get_text_config(decoder=True).num_hidden_layers, last=True
-        ),
+        **capture_kwargs(target_layer_ids, num_layers=num_layers, last=True),
         **extra,
     )
     context = captured_states(outputs.hidden_states, target_layer_ids)

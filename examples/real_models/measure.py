@@ -1,0 +1,155 @@
+"""What a drafter brings on held-out prompts, and what limits it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dspark_hf import DSparkDrafter
+from dspark_hf.evaluation import Comparison, compare, repeated_share
+from dspark_hf.generation.capacity import measure_capacity
+
+DECODINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
+}
+
+
+def encode(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> torch.Tensor:
+    """Token ids `(1, length)` of a prompt, as `prepare_data` makes them."""
+    if "messages" not in prompt:
+        return tokenizer(prompt["text"], return_tensors="pt").input_ids[:, :prompt_tokens]
+    return tokenizer.apply_chat_template(
+        prompt["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
+
+
+def compare_prompts(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    prompts: list[torch.Tensor],
+    new_tokens: int,
+    repeats: int,
+    is_late: Callable[[], bool],
+) -> dict[str, list[Comparison]]:
+    """Both decodings of each prompt, plain and with the drafter in turns, until it is late; of one prompt at least."""
+    comparisons: dict[str, list[Comparison]] = {decoding: [] for decoding in DECODINGS}
+    compare(target, drafter, prompts[0], attention_mask=torch.ones_like(prompts[0]), max_new_tokens=4)  # warm-up
+    for prompt in prompts:
+        for decoding, options in DECODINGS.items():
+            options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, **options}
+            comparisons[decoding].append(compare(target, drafter, prompt, repeats=repeats, **options))
+        if is_late():
+            break
+    return comparisons
+
+
+def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
+    """Figures of several prompts with the same number of repeats; a speed is a ratio within one repeat."""
+    rounds = [entry for item in comparisons for stats in item.stats for entry in stats.rounds]
+    if not rounds:
+        raise ValueError("No prompt had an answer longer than one token; raise `new_tokens`, or use another target.")
+    speeds = [
+        sum(item.draft_tokens[repeat] for item in comparisons)
+        / sum(item.draft_seconds[repeat] for item in comparisons)
+        * sum(item.plain_seconds[repeat] for item in comparisons)
+        / sum(item.plain_tokens[repeat] for item in comparisons)
+        for repeat in range(len(comparisons[0].stats))
+    ]
+    return {
+        "decoding": decoding,
+        "prompts": len(comparisons),
+        "rounds": len(rounds),
+        "accepted_length": sum(entry.emitted for entry in rounds) / len(rounds),
+        "speedup_median": statistics.median(speeds),
+        "speedup_range": [min(speeds), max(speeds)],
+        "acceptance_by_position": acceptance_by_position(rounds),
+        "ms_per_round": {
+            "draft": 1000 * statistics.median(entry.draft_seconds for entry in rounds),
+            "verify": 1000 * statistics.median(entry.verify_seconds for entry in rounds),
+            "rest": 1000
+            * statistics.median(entry.seconds - entry.draft_seconds - entry.verify_seconds for entry in rounds),
+        },
+        "plain_ms_per_token": 1000
+        * sum(sum(item.plain_seconds) for item in comparisons)
+        / sum(sum(item.plain_tokens) for item in comparisons),
+        "repeated_8grams": statistics.fmean(repeated_share(item.draft_ids[0].tolist()) for item in comparisons),
+        "identical_to_plain": sum(torch.equal(item.plain_ids, item.draft_ids) for item in comparisons)
+        if decoding == "greedy"
+        else None,
+    }
+
+
+def acceptance_by_position(rounds: list[Any]) -> list[float]:
+    """For each position of a block, how often it was accepted where all before it were; rounds of one row each."""
+    shares = []
+    for position in range(max(entry.verified for entry in rounds)):
+        reached = [entry for entry in rounds if entry.verified > position and sum(entry.survived_by_row) >= position]
+        if reached:
+            shares.append(sum(sum(entry.survived_by_row) > position for entry in reached) / len(reached))
+    return shares
+
+
+def measure_limits(target: PreTrainedModel, drafter: DSparkDrafter, context: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of a verification by the tokens that it runs, of the LM head's share of it, and of drafting."""
+    profile = measure_capacity(target, drafter, max_rows=1, contexts=(context,), repeats=repeats, warmup=1)
+    verify = dict(zip(profile.lengths, profile.verify_seconds[0][0], strict=True))
+    counts = [count for count in (1, 2, 4, 8, 16) if count in verify]
+    block = drafter.config.block_size
+    return {
+        "verify_ms": {str(count): 1000 * verify[count] for count in counts},
+        "lm_head_ms": {str(count): 1000 * _head_seconds(target, count, repeats) for count in counts},
+        "draft_ms": {str(count): 1000 * profile.draft_seconds(1, context, count) for count in (1, block)},
+    }
+
+
+@torch.inference_mode()
+def _head_seconds(target: PreTrainedModel, count: int, repeats: int) -> float:
+    head = target.get_output_embeddings()
+    hidden = torch.randn(1, count, target.config.get_text_config(decoder=True).hidden_size)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        head(hidden)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the figures."""
+    console = Console()
+    table = Table(title="held-out prompts; speed is a multiple of plain generate's")
+    for column in (
+        "decoding",
+        "accepted length",
+        "speed",
+        "range",
+        "draft ms",
+        "verify ms",
+        "rest ms",
+        "plain ms/token",
+    ):
+        table.add_column(column, justify="left" if column == "decoding" else "right")
+    for row in report["rows"]:
+        low, high = row["speedup_range"]
+        table.add_row(
+            row["decoding"],
+            f"{row['accepted_length']:.2f}",
+            f"{row['speedup_median']:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            *(f"{row['ms_per_round'][part]:.1f}" for part in ("draft", "verify", "rest")),
+            f"{row['plain_ms_per_token']:.1f}",
+        )
+    console.print(table)
+    for row in report["rows"]:
+        shares = " ".join(f"{share:.0%}" for share in row["acceptance_by_position"])
+        console.print(f"{row['decoding']}: accepted at each position, if all before it were: {shares}")
+    for name, times in report["limits"].items():
+        console.print(f"{name}:", ", ".join(f"{count}: {ms:.1f}" for count, ms in times.items()))
