@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import compare_prompts, encode, measure_limits, show, summarise
+from measure import compare_prompts, encode, measure_limits, show, summarise, top_probability
 from prompts import make_prompts
 from targets import PACKAGED, convert
 from transformers import HfArgumentParser, TrainerCallback, set_seed
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 SHARES = {"sampled": 0.3, "greedy": 0.1, "train": 0.4, "measure": 0.1}
 # Training is planned from a few steps; if they were too hopeful it ends here, as a multiple of its share.
 TOLERANCE = 1.25
+CHECKPOINT_SECONDS = 120
 SMOKE = {"minutes": 2.0, "new_tokens": 24, "repeats": 1, "prompts": 200}
 
 
@@ -334,8 +335,9 @@ class Fit:
         if "steps" not in self.ledger.facts:
             step = self.measure_step()
             left = self.seconds_for("train") - self.ledger.seconds
-            self.ledger.save(step_seconds=round(step, 3), steps=max(4, int(left / step)))
+            self.ledger.save(step_seconds=step, steps=max(4, int(left / step)))
         steps = self.ledger.facts["steps"]
+        between = int(CHECKPOINT_SECONDS / self.ledger.facts["step_seconds"])
         target, tokenizer = self.pair
         checkpoint = last_checkpoint(self.folder / "drafter")
         clock = ClockCallback(self.ledger, TOLERANCE * self.seconds_for("train"))
@@ -344,7 +346,10 @@ class Fit:
             self.data,
             DSparkDrafter.from_pretrained(checkpoint) if checkpoint else self.new_drafter(),
             self.training_args(
-                "drafter", max_steps=steps, save_steps=max(1, steps // 20), logging_steps=max(1, steps // 40)
+                "drafter",
+                max_steps=steps,
+                save_steps=max(1, min(between, steps // 3)),
+                logging_steps=max(1, steps // 40),
             ),
             tokenizer=tokenizer,
             resume=checkpoint or False,
@@ -394,6 +399,7 @@ class Fit:
             "settings": self.ledger.content["settings"],
             "stages": self.ledger.content["stages"],
             "limits": limits,
+            "top_probability": top_probability(target, comparisons["temperature 1"]),
             "rows": [summarise(decoding, found) for decoding, found in comparisons.items()],
         }
         write_whole(self.folder / "report.json", json.dumps(report, indent=2) + "\n")

@@ -122,10 +122,20 @@ def _head_seconds(target: PreTrainedModel, count: int, repeats: int) -> float:
     return statistics.median(times[1:])
 
 
+@torch.inference_mode()
+def top_probability(target: PreTrainedModel, comparisons: list[Comparison]) -> float:
+    """Mean of the target's largest probability along its own samples: what is hard to guess for any drafter."""
+    largest = []
+    for item in comparisons:
+        logits = target(torch.cat([item.prompt_ids, item.plain_ids], dim=1)).logits[0]
+        largest.append(logits[item.prompt_ids.shape[1] - 1 : -1].softmax(dim=-1).amax(dim=-1))
+    return torch.cat(largest).mean().item()
+
+
 def show(report: dict[str, Any]) -> None:
     """Prints the figures."""
     console = Console()
-    table = Table(title="held-out prompts; speed is a multiple of plain generate's")
+    table = Table(title="held-out prompts, times in ms, speed as a multiple of plain generate's")
     for column in (
         "decoding",
         "accepted length",
@@ -151,5 +161,6 @@ def show(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         shares = " ".join(f"{share:.0%}" for share in row["acceptance_by_position"])
         console.print(f"{row['decoding']}: accepted at each position, if all before it were: {shares}")
+    console.print(f"the target's largest probability, mean over its samples: {report['top_probability']:.2f}")
     for name, times in report["limits"].items():
         console.print(f"{name}:", ", ".join(f"{count}: {ms:.1f}" for count, ms in times.items()))

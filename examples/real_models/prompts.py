@@ -1,7 +1,7 @@
 """Prompts from one narrow domain that is there without a network: functions of Python's standard library.
 
-A target with a chat template is asked to add type hints to a short function, which it mostly repeats; a base model
-goes on from the first tokens of a longer one. Modules go whole to the training part or to the held-out part.
+A target with a chat template is asked to rewrite a short function with comments, much of which is repetition; a base
+model goes on from the first tokens of a longer one. Modules go whole to the training part or to the held-out part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-QUESTION = "Add type hints to this Python function:\n\n"
+QUESTION = "Rewrite this Python code with a comment on every line:\n\n```python\n{function}```"
 HELDOUT_SHARE = 0.1
 MOST_OF_A_MODULE = 20
 
@@ -60,7 +60,7 @@ def find_prompts(source: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens:
         # Beyond this it is too long for a chat, and long enough to go on from.
         length = len(tokenizer(function[: 16 * prompt_tokens], add_special_tokens=False).input_ids)
         if tokenizer.chat_template and length <= prompt_tokens:
-            yield {"messages": [{"role": "user", "content": QUESTION + function}]}
+            yield {"messages": [{"role": "user", "content": QUESTION.format(function=function)}]}
         elif not tokenizer.chat_template and length >= 2 * prompt_tokens:
             yield {"text": function}
 

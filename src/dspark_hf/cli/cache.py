@@ -32,19 +32,19 @@ def cache(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="What states are stored as: `bf16`, `float32` or `int8`. [default: bf16, or what --output has]"
+            help="What states are stored as: `bf16`, `float32` or `int8`. (default: bf16, or what --output has)"
         ),
     ] = None,
     target_layers: Annotated[
         str | None,
-        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. [default: spread]"),
+        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. (default: spread)"),
     ] = None,
     max_length: Annotated[int, typer.Option(help="Longest training sequence, in tokens.")] = 4096,
     split_long: Annotated[
         bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
     ] = False,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences that the target reads at once.")] = 8,
     shard_size: Annotated[

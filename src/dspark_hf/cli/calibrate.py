@@ -51,12 +51,12 @@ def calibrate(
     bins: Annotated[int, typer.Option(help="Bins of the calibration error.")] = 20,
     chat: Annotated[
         bool | None,
-        typer.Option(help="Whether to use the chat template. [default: for `prompt` and `turns`, where there is one]"),
+        typer.Option(help="Whether to use the chat template. (default: for `prompt` and `turns`, where there is one)"),
     ] = None,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling, and of the split of the prompts.")] = 0,
 ) -> None:

@@ -18,15 +18,15 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding; sampled above.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
-    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens drafted in a round. [default: all]")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens drafted in a round. (default: all)")] = None,
     threshold: Annotated[float, typer.Option(help="Confidence below which a proposal is cut.")] = 0.0,
     chat: Annotated[
-        bool | None, typer.Option(help="Whether to use the chat template. [default: where there is one]")
+        bool | None, typer.Option(help="Whether to use the chat template. (default: where there is one)")
     ] = None,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,

@@ -64,9 +64,9 @@ def prepare(
         typer.Option(help="Let a server decode (vLLM, SGLang): its API's address, such as http://localhost:8000/v1."),
     ] = None,
     served_model: Annotated[
-        str | None, typer.Option(help="Name under which the server has the target. [default: --target]")
+        str | None, typer.Option(help="Name under which the server has the target. (default: --target)")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key. [default: OPENAI_API_KEY]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key. (default: OPENAI_API_KEY)")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = 32,
     timeout: Annotated[float, typer.Option(help="Seconds until a request to the server is sent again.")] = 600.0,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
@@ -76,12 +76,12 @@ def prepare(
     samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a `text` to go on from.")] = 64,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. [default: the template's]")
+        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
     ] = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try rows again that failed in an earlier run.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
 ) -> None:

@@ -25,13 +25,13 @@ def profile(
     ] = None,
     max_rows: Annotated[int, typer.Option(help="Most rows of a batch; measured are 1, 2, 4, ... and this.")] = 8,
     lengths: Annotated[
-        int | None, typer.Option(help="Most tokens per row of a verification. [default: all that the drafter needs]")
+        int | None, typer.Option(help="Most tokens per row of a verification. (default: all that the drafter needs)")
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Length of the text before; may be given several times. [default: 128]")
+        list[int] | None, typer.Option(help="Length of the text before; may be given several times. (default: 128)")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 9,
-    device: Annotated[str | None, typer.Option(help="Where to run. [default: a GPU if there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     output: Annotated[
         str | None, typer.Option(help="File to save to, in place of the cache in which `generate` looks.")

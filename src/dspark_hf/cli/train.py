@@ -39,6 +39,9 @@ FLAGS = {
     "resume": "--resume",
     "save_steps": "--save-steps",
     "seed": "--seed",
+    "split_long": "--split-long",
+    "states_cache": "--states-cache",
+    "states_storage": "--states-storage",
     "target": "--target",
     "target_device_map": "--target-device-map",
     "target_layer_ids": "--target-layers",
@@ -119,6 +122,16 @@ def train(
     tv_weight: Annotated[float, typer.Option(help="Weight of the distance between the distributions.")] = 0.9,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     max_steps: Annotated[int, typer.Option(help="Optimiser steps, in place of --epochs; -1 for none.")] = -1,
+    states_cache: Annotated[
+        str | None,
+        typer.Option(help="Folder for the target's states, as `dspark cache` fills it. (default: none on disk)"),
+    ] = None,
+    states_storage: Annotated[
+        str | None,
+        typer.Option(
+            help="What states are stored as: `bf16`, `float32` or `int8`. (default: bf16, or what the folder has)"
+        ),
+    ] = None,
     warm_start: Annotated[
         str | None, typer.Option(help="Trained drafter to go on from; its shape replaces the options for it.")
     ] = None,
@@ -126,11 +139,12 @@ def train(
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     logging_steps: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and anchors.")] = 42,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay float32.")] = False,
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16; weights stay float32.")] = False,
 ) -> None:
     """Train a drafter for a target.
 
-    The target stays frozen and its states are computed on the way, so nothing but text is needed. The drafter, the
+    The target stays frozen, and its states are computed on the way unless --states-cache names a folder for them
+    (`dspark cache`), so nothing but text is needed. The drafter, the
     tokenizer and training_summary.json are written to --output. Every other option of `DSparkTrainingArguments` is
     given by its name, here (`--weight-decay 0.1`) or in the recipe (`weight_decay: 0.1`). On several GPUs start it
     with `accelerate launch --no_python dspark train ...`.
