@@ -135,18 +135,10 @@ def top_probability(target: PreTrainedModel, comparisons: list[Comparison]) -> f
 def show(report: dict[str, Any]) -> None:
     """Prints the figures."""
     console = Console()
-    table = Table(title="held-out prompts, times in ms, speed as a multiple of plain generate's")
-    for column in (
-        "decoding",
-        "accepted length",
-        "speed",
-        "range",
-        "draft ms",
-        "verify ms",
-        "rest ms",
-        "plain ms/token",
-    ):
-        table.add_column(column, justify="left" if column == "decoding" else "right")
+    table = Table(title="held-out prompts: ms of a round's parts and of a plain token; speed is times plain")
+    table.add_column("decoding", no_wrap=True)
+    for column in ("accepted", "speed", "range", "draft", "verify", "rest", "plain"):
+        table.add_column(column, justify="right")
     for row in report["rows"]:
         low, high = row["speedup_range"]
         table.add_row(
