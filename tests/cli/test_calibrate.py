@@ -306,4 +306,5 @@ def test_embedded_pair(tmp_path):
     options = ["--prompts", prompts, "--output", tmp_path / "new", "--max-new-tokens", 24]
     result = run("calibrate", *pair, *options)
     assert result.exit_code == 0, result.output
-    assert len(temperatures_of(tmp_path / "new")) == 7
+    block_size = json.loads((DRAFTER / "config.json").read_text(encoding="utf-8"))["block_size"]
+    assert len(temperatures_of(tmp_path / "new")) == block_size
