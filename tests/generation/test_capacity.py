@@ -302,6 +302,7 @@ def test_measured_profile():
     assert profile.draft.measured_on == drafter_identity(drafter)
     assert profile.draft.counts == (1, GAMMA)
     assert np.shape(profile.draft.seconds) == (2, 3, 2)
+    assert np.shape(profile.draft.plain_seconds) == (2, 3, 1) and profile.plain_seconds(2, 30) > 0
     assert steps == [(step, 6) for step in range(1, 7)]
     save_profile(profile, target)
     assert find_profile(target, drafter) == profile
@@ -314,6 +315,21 @@ def test_without_a_drafter_and_with_one_of_one_token():
     drafter = make_drafter(target, block_size=1)
     profile = measure_capacity(target, drafter, max_rows=1, contexts=[8], lengths=3, repeats=1, warmup=0)
     assert (profile.lengths, profile.draft.counts) == ((1, 2, 3), (1,))
+
+
+def test_plain_seconds():
+    """Looked up like the others; profiles from before they were measured have none."""
+    profile = make_profile()
+    assert profile.plain_seconds(2, 100) == 0
+    plain = nested([[[0.1], [0.2], [0.4]], [[0.3], [0.4], [0.6]]])
+    profile = dataclasses.replace(profile, draft=dataclasses.replace(profile.draft, plain_seconds=plain))
+    assert profile.plain_seconds(2, 200) == pytest.approx(0.3)
+    data = profile.to_json()
+    assert CapacityProfile.from_json(json.loads(json.dumps(data))) == profile
+    del data["draft"]["plain_seconds"]
+    assert CapacityProfile.from_json(data).plain_seconds(2, 200) == 0
+    with pytest.raises(ValueError, match=r"`draft.plain_seconds` has shape"):
+        dataclasses.replace(profile, draft=dataclasses.replace(profile.draft, plain_seconds=plain[:1]))
 
 
 class FakeClock:
@@ -378,8 +394,8 @@ def test_cost_of_drafting_is_the_difference_to_plain_rounds(monkeypatch):
     for count in (0, 1, GAMMA):
         assert set(capacity._seconds_without_verifying(target, drafter, prompts, count)) == {1.0 + 0.5 * count}
     calls.clear()
-    seconds = capacity._draft_seconds(target, drafter, prompts, (1, GAMMA), 3, 1)
-    assert seconds == pytest.approx([0.5, 0.5 * GAMMA])
+    seconds = capacity._round_seconds(target, drafter, prompts, (1, GAMMA), 3, 1)
+    assert seconds == pytest.approx([1.0, 0.5, 0.5 * GAMMA])
     assert all(options["input_ids"][:, -2:].tolist() == [[7, 8]] * 2 for options in calls)
     assert all(options["input_ids"].shape == (2, 10) for options in calls)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,22 @@ def test_time_is_worth_more_where_drafting_pays():
     for _ in range(60):
         scheduler.record([0], 30, 0, 0, emitted=1)
     assert scheduler.speed == pytest.approx(1, abs=0.02)
+
+
+def test_everything_else_counts_to_a_round():
+    """What every round takes makes further tokens relatively cheap, and drafting pay where it would not."""
+    rising = profile([10.0, 12.0, 14.0, 16.0, 18.0], draft=1.0)
+    rest = replace(rising, draft=replace(rising.draft, plain_seconds=(((20.0,),) * len(rising.rows),)))
+    confidences = [[0.5, 0.3, 0.9, 0.9]]
+    assert decide(Hardware(rising, outlook=0.0), confidences) == [1]
+    assert decide(Hardware(rest, outlook=0.0), confidences) == [4]
+    # Three tokens a round, in 18 + 1.25 seconds against 10, and in 20 more of both.
+    for costs, speed in ((rising, 3 / 1.925), (rest, 3 / (39.25 / 30))):
+        scheduler = Hardware(costs)
+        for _ in range(60):
+            scheduler._promised = 2.0
+            scheduler.record([0], 30, 4, 4, emitted=3)
+        assert scheduler.speed == pytest.approx(speed, rel=0.01)
 
 
 def test_jump_at_the_first_token_is_no_barrier():

@@ -2,8 +2,8 @@
 
 A verification of `R` rows runs ids `(R, n)`, where n is one more than the longest proposal; shorter rows are padded.
 So its time depends on R, n and the length of the context, and a profile holds it for a grid of them. With a drafter it
-also holds what a round that drafts takes longer than a plain one, beyond its verification. Times are medians of real
-work: the target's own verification step as decoding runs it, and rounds of real decoding.
+also holds what a round takes beside its verification: plainly, and how much longer if it drafts. Times are medians of
+real work: the target's own verification step as decoding runs it, and rounds of real decoding.
 
 A profile belongs to what it was measured on: the shape of the model, its dtype, quantisation and kind of attention,
 the device, the threads of a processor, the version of torch. `find_profile` gives none that was measured on others.
@@ -74,17 +74,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DraftProfile:
-    """What rounds with drafts of one drafter take longer than plain ones, beyond their verification.
+    """What rounds take beside their verification, with one drafter; for the contexts and rows of a `CapacityProfile`.
 
     Attributes:
         measured_on: what identifies the drafter, see `drafter_identity`.
         counts: drafted tokens per row, increasing from 1: 1 and γ.
-        seconds: `(contexts, rows, counts)`, for the contexts and rows of the profile that this is part of.
+        seconds: `(contexts, rows, counts)`, what rounds with drafts take longer than plain ones.
+        plain_seconds: `(contexts, rows, 1)`, what plain rounds take; nothing if not measured.
     """
 
     measured_on: dict[str, Any]
     counts: tuple[int, ...]
     seconds: Table
+    plain_seconds: Table | None = None
 
     def __post_init__(self) -> None:
         _check_axis("counts", self.counts, starts_at_one=True)
@@ -121,6 +123,8 @@ class CapacityProfile:
         _check_table("verify_seconds", self.verify_seconds, (*grid, len(self.lengths)))
         if self.draft is not None:
             _check_table("draft.seconds", self.draft.seconds, (*grid, len(self.draft.counts)))
+            if self.draft.plain_seconds is not None:
+                _check_table("draft.plain_seconds", self.draft.plain_seconds, (*grid, 1))
 
     def curve(self, rows: int, context: int) -> CapacityCurve:
         """Seconds of verifications of `rows` times n tokens, for every measured n.
@@ -154,6 +158,12 @@ class CapacityProfile:
         if count == 0:
             return 0.0
         return float(np.interp(count, self.draft.counts, self._at(self._draft_seconds, rows, context)))
+
+    def plain_seconds(self, rows: int, context: int) -> float:
+        """Seconds of a plain round beside its verification, 0 if they were not measured; arguments as for `curve`."""
+        if self.draft is None or self.draft.plain_seconds is None:
+            return 0.0
+        return float(self._at(np.asarray(self.draft.plain_seconds, np.float64), rows, context)[0])
 
     @property
     def draft_counts(self) -> tuple[int, ...]:
@@ -212,7 +222,12 @@ class CapacityProfile:
                 verify_seconds=_nested(data["verify_seconds"]),
                 draft=None
                 if draft is None
-                else DraftProfile(dict(draft["measured_on"]), tuple(draft["counts"]), _nested(draft["seconds"])),
+                else DraftProfile(
+                    dict(draft["measured_on"]),
+                    tuple(draft["counts"]),
+                    _nested(draft["seconds"]),
+                    None if draft.get("plain_seconds") is None else _nested(draft["plain_seconds"]),
+                ),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"A field of the capacity profile is missing or of another type ({error!r}).") from error
@@ -474,14 +489,14 @@ def measure_capacity(
     _check_room(target, contexts[-1], max(lengths, *map(_new_tokens, counts)) if counts else lengths)
     vocabulary = _ordinary_ids(target)
     verified: list[list[float]] = []
-    drafted: list[list[float]] = []
+    rounds: list[list[float]] = []
     cells = [(context, count) for context in contexts for count in rows]
     with _undisturbed(target):
         for done, (context, count) in enumerate(cells, start=1):
             ids = _random_ids(vocabulary, count, context + lengths).to(target.device)
             verified.append(_verify_seconds(target, layers, ids, lengths, repeats, warmup))
             if drafter is not None:
-                drafted.append(_draft_seconds(target, drafter, ids[:, :context], counts, repeats, warmup))
+                rounds.append(_round_seconds(target, drafter, ids[:, :context], counts, repeats, warmup))
             if progress is not None:
                 progress(done, len(cells))
     return CapacityProfile(
@@ -492,7 +507,12 @@ def measure_capacity(
         verify_seconds=_by_context(verified, len(rows)),
         draft=None
         if drafter is None
-        else DraftProfile(drafter_identity(drafter), counts, _by_context(drafted, len(rows))),
+        else DraftProfile(
+            drafter_identity(drafter),
+            counts,
+            _by_context([drafting for _, *drafting in rounds], len(rows)),
+            _by_context([[plain] for plain, *_ in rounds], len(rows)),
+        ),
     )
 
 
@@ -600,7 +620,7 @@ def _verify_seconds(
     return [statistics.median(times[warmup:]) for times in seconds]
 
 
-def _draft_seconds(
+def _round_seconds(
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     prompts: torch.Tensor,
@@ -608,7 +628,7 @@ def _draft_seconds(
     repeats: int,
     warmup: int,
 ) -> list[float]:
-    """Median seconds that rounds which draft `counts` tokens take longer than plain ones, without the verifications.
+    """Median seconds of plain rounds, then what rounds which draft `counts` tokens take longer, without verifications.
 
     Args:
         target: the target.
@@ -624,7 +644,7 @@ def _draft_seconds(
         for count, times in seconds.items():
             times += _seconds_without_verifying(target, drafter, prompts, count)
     plain, *drafting = (statistics.median(times[warmup:]) for times in seconds.values())
-    return [max(time - plain, _LEAST_SECONDS) for time in drafting]
+    return [max(plain, _LEAST_SECONDS), *(max(time - plain, _LEAST_SECONDS) for time in drafting)]
 
 
 def _as_trained(prompts: torch.Tensor, drafter: DSparkDrafter) -> torch.Tensor:

@@ -112,10 +112,17 @@ class RoundCosts:
     Attributes:
         verify: of verifying 0, 1, 2, ... drafted tokens of each row; never falls, as measured times may by chance.
         draft: of drafting 0, 1, 2, ... tokens per row, beside the verification.
+        rest: of everything else.
     """
 
     verify: list[float]
     draft: list[float]
+    rest: float
+
+    @property
+    def plain(self) -> float:
+        """Of a round of plain decoding."""
+        return self.verify[0] + self.rest
 
 
 @dataclass
@@ -153,7 +160,7 @@ class _Profiled(Scheduler):
             verify = np.maximum.accumulate(self.curve(rows, context).seconds_for(tokens))
             near = key[1] * CONTEXT_STEP
             draft = [self.profile.draft_seconds(rows, near, count) for count in range(columns + 1)]
-            self._costs[key] = RoundCosts(verify.tolist(), draft)
+            self._costs[key] = RoundCosts(verify.tolist(), draft, self.profile.plain_seconds(rows, near))
         return self._costs[key]
 
     def wants_draft(self, rows: Sequence[int], context: int) -> bool:
@@ -179,7 +186,7 @@ class _Profiled(Scheduler):
         self.promise.record(self._promised, max(0, emitted - count))
         tokens = count + self.promise.share * self._promised
         costs = self.costs(count, context, max(drafted, longest))
-        seconds, plain_seconds = costs.draft[drafted] + costs.verify[longest], costs.verify[0]
+        seconds, plain_seconds = costs.draft[drafted] + costs.verify[longest] + costs.rest, costs.plain
         self.gate.record_drafted(tokens, count, seconds, plain_seconds)
         self._remember(tokens / count, seconds / plain_seconds)
 
@@ -299,7 +306,7 @@ class Hardware(_Profiled):
 
     def _plain_rate(self, rows: int, context: int, columns: int) -> float:
         """Tokens per second of plain decoding, over all rows."""
-        return rows / self.costs(rows, context, columns).verify[0]
+        return rows / self.costs(rows, context, columns).plain
 
     def _remember(self, brought: float, took: float) -> None:
         self._brought = self.memory * self._brought + brought
@@ -312,8 +319,8 @@ class EarlyStop(_Profiled):
 
     def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
         count, drafted = survivals.shape
-        draft_seconds = self.costs(count, context, drafted).draft[-1]
-        return schedule_early_stop(survivals, self.curve(count, context), draft_seconds)
+        costs = self.costs(count, context, drafted)
+        return schedule_early_stop(survivals, self.curve(count, context), costs.draft[-1] + costs.rest)
 
 
 @dataclass
@@ -334,7 +341,8 @@ class Asynchronous(_Profiled):
         if self._history is None:
             self._history = History(self.curve(count, context), warmup=drafted)
         self._history.curve = self.curve(count, context)
-        self._history.draft_seconds = self.costs(count, context, drafted).draft[-1]
+        costs = self.costs(count, context, drafted)
+        self._history.draft_seconds = costs.draft[-1] + costs.rest
         # The history holds earlier rounds only: this draft is recorded after its budget is known.
         budget = self._history.budget(rows)
         self._history.record(rows, confidences)
