@@ -162,7 +162,9 @@ _MOVABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils,
 
 def is_plain_cache(cache: Cache) -> bool:
     """Whether `cache` replaces its tensors in every step, and so keeps none from one call to the next."""
-    return type(cache) is DynamicCache and all(type(layer) in _MOVABLE_LAYERS for layer in cache.layers)
+    if type(cache) is not DynamicCache or "update" in vars(cache):
+        return False
+    return all(type(layer) in _MOVABLE_LAYERS for layer in cache.layers)
 
 
 def is_own_hook(hook: Any) -> bool:

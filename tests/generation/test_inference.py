@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from dspark_hf import DSparkConfig, get_drafter
 from dspark_hf._compat import CACHE_ARGUMENT
@@ -30,26 +31,59 @@ def generate(target, drafter, **options):
     return target.generate(tiny_prompt(7), **options)
 
 
-def mode_inside(model, module, run):
-    """Whether `run()` calls `module` in inference mode; its class is changed, as a hook would be noticed."""
+@pytest.fixture
+def modes(monkeypatch):
+    """Whether each update of a cache, of target or drafter, ran in inference mode."""
     seen = []
+    update = DynamicLayer.update
 
-    class Watching(type(module)):
-        def forward(self, *args, **kwargs):
-            seen.append(torch.is_inference_mode_enabled())
-            return super().forward(*args, **kwargs)
+    def watch(self, *args, **kwargs):
+        seen.append(torch.is_inference_mode_enabled())
+        return update(self, *args, **kwargs)
 
-    original, module.__class__ = type(module), Watching
-    try:
-        run()
-    finally:
-        module.__class__ = original
-    return set(seen)
+    monkeypatch.setattr(DynamicLayer, "update", watch)
+    return seen
 
 
-def test_target_and_drafter_run_in_inference_mode(target, drafter):
-    for model, module in ((target, target.model.layers[0].mlp), (drafter, drafter.layers[0].mlp)):
-        assert mode_inside(model, module, lambda: generate(target, drafter)) == {True}
+def test_target_and_drafter_run_in_inference_mode(target, drafter, modes):
+    generate(target, drafter)
+    assert set(modes) == {True}
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_target_that_keeps_something_runs_without(target, drafter, modes, monkeypatch):
+    def run():
+        modes.clear()
+        generate(target, drafter)
+        return set(modes)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert run() == {False}
+    handle.remove()
+    handle = target.lm_head.register_forward_pre_hook(lambda *_: None)
+    assert run() == {False}, "the drafter uses the target's head"
+    handle.remove()
+    assert run() == {True}
+    layer = target.model.layers[0]
+    forward = type(layer.mlp).forward
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.mlp), "forward", lambda self, states: forward(self, states))
+        assert run() == {False, True}, "the drafter may still"
+    inner, layer.mlp = layer.mlp, Wrapper(layer.mlp)
+    assert run() == {False, True}
+    layer.mlp = inner
+    type_of_target = type(target)
+    target.__class__ = type("Derived", (type_of_target,), {"__module__": __name__})
+    assert run() == {False, True}
+    target.__class__ = type_of_target
 
 
 @pytest.mark.parametrize("hooked", ["target", "drafter"])
@@ -148,6 +182,9 @@ def test_other_models_and_caches_run_without(target):
     assert forward_mode(target, cache) is torch.no_grad
     handle.remove()
     # As offloading does it, and `model.forward = torch.compile(model.forward)`.
+    cache.update = cache.update
+    assert forward_mode(target, cache) is torch.no_grad
+    del cache.update
     target.forward = target.forward
     assert forward_mode(target, cache) is torch.no_grad
     del target.forward

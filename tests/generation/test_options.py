@@ -33,7 +33,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from dspark_hf import DSparkConfig, DSparkDrafter, _compat, custom_generate, get_drafter
+from dspark_hf import DSparkConfig, DSparkDrafter, SpeculativeEngine, _compat, custom_generate, get_drafter
 
 from ..parity.fixtures import load_drafter, load_target, load_tensors
 from ..tiny import tiny_prompt, tiny_target
@@ -763,3 +763,34 @@ def test_collapse_is_said_once(good, warnings_of):
         assert len(oracle.last_stats.rounds) >= 64
     assert warnings_of("mean accepted length is 1.00 over") == (0 if good else 1)
     assert warnings_of("drafting is wasted") == (0 if good else 1)
+
+
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_change_with_the_length(kind):
+    """Drafts across the change are refused; before it, and for one row after it, the text is the target's."""
+    parameters = {"rope_type": kind, **ROPE, **(LONG if kind == "longrope" else {})}
+    target = tiny_target("qwen3", rope_parameters=parameters, max_position_embeddings=32)
+    drafter = get_drafter(target, DSparkConfig(block_size=4, num_hidden_layers=1, markov_rank=4, mask_token_id=0))
+    prompt = tiny_prompt(20)
+    for ids in (prompt, prompt.expand(2, -1)):
+        plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=12, do_sample=False), plain)
+        with pytest.raises(
+            ValueError, match=f"`{kind}` rotary embeddings.* after 32 tokens.*`max_new_tokens` to at most 12"
+        ):
+            target.generate(ids, assistant_model=drafter, max_new_tokens=13)
+    late = tiny_prompt(40)
+    if kind == "dynamic":
+        with pytest.raises(ValueError, match="at most 0"):
+            target.generate(late, assistant_model=drafter, max_new_tokens=5)
+        return
+    plain = target.generate(late, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(late, assistant_model=drafter, max_new_tokens=20, do_sample=False), plain)
+    with pytest.raises(ValueError, match="at most 0"):
+        target.generate(late.expand(2, -1), assistant_model=drafter, max_new_tokens=5)
+    with SpeculativeEngine(target, drafter, max_batch=2) as engine, pytest.raises(ValueError, match="at most 0"):
+        engine.submit(late, max_new_tokens=5)

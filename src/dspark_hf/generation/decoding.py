@@ -6,6 +6,7 @@ does for plain decoding. Its output is the target's own: token for token when gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from .schedulers import Scheduler, resolve_scheduler
 from .scheduling import static_threshold, survival, top_k
 from .settings import DecodingSettings, resolve_settings
 from .stats import GenerationStats, RoundStats, Stopwatch
-from .target import TargetOutput, TargetSession
+from .target import TargetOutput, TargetSession, changing_rope
 from .verification import Verdict, verify_greedy, verify_sampled
 
 logger = logging.get_logger(__name__)
@@ -100,8 +101,12 @@ def check_call(
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    joins: bool = False,
 ) -> None:
-    """Raises `ValueError` for a call that cannot be drafted for; arguments as for `speculative_decode`."""
+    """Raises `ValueError` for a call that cannot be drafted for, alone or, with `joins`, in a batch of other calls.
+
+    The other arguments are those of `speculative_decode`.
+    """
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder model; drafters serve decoder-only targets.")
     if input_ids.shape[1] == 0 and "inputs_embeds" not in model_kwargs:
@@ -114,6 +119,33 @@ def check_call(
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError("`assistant_ensemble_weight` mixes the drafter into the output; a drafter is lossless only.")
     check_processors(processors)
+    check_rope(target, input_ids, generation_config, model_kwargs, joins)
+
+
+def check_rope(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    joins: bool = False,
+) -> None:
+    """Raises `ValueError` where the target's rotary frequencies would change during the text.
+
+    `dynamic` and `longrope` choose them by the last position of a pass, once a text is longer than in training: a pass
+    over several tokens would turn the earlier ones otherwise than plain decoding, which gives each its own pass.
+    """
+    embeddings = model_kwargs.get("inputs_embeds")
+    # `generate` has taken the length of embeddings off the limit.
+    given = embeddings.shape[1] if embeddings is not None and input_ids.shape[1] == 0 else 0
+    length, longest = input_ids.shape[1] + given, (generation_config.max_length or math.inf) + given
+    for kind, limit in changing_rope(target.config.get_text_config(decoder=True)):
+        stays = kind == "longrope" and length > limit and input_ids.shape[0] == 1 and not joins
+        if longest > limit and not stays:
+            raise ValueError(
+                f"The target {type(target).__name__} has `{kind}` rotary embeddings, whose frequencies change after "
+                f"{limit} tokens, and this text may have {longest}: drafts across that would not be lossless. Set "
+                f"`max_new_tokens` to at most {max(0, limit - length)}, or call `generate` without `assistant_model`."
+            )
 
 
 def check_beams(generation_config: GenerationConfig) -> None:

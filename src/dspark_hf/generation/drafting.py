@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from .. import _compat
 from ..models import DSparkDrafter
-from .inference import ForwardMode, forward_mode
+from .inference import ForwardMode, forward_mode, is_altered
 from .processing import ScoreProcessors
 from .verification import draw
 
@@ -114,8 +114,9 @@ class DraftSession(NoDrafts):
         self.processors = processors
         self.wants_confidences = wants_confidences
         self.cache = drafter.make_cache()
-        # Processors of the user may keep what they are given.
-        self._mode: ForwardMode = torch.no_grad if processors.needs_ids else forward_mode(drafter, self.cache)
+        # Processors of the user may keep what they are given, and so may hooks on the target's head.
+        may_keep = processors.needs_ids or any(map(is_altered, drafter.target_modules))
+        self._mode: ForwardMode = torch.no_grad if may_keep else forward_mode(drafter, self.cache)
         # Text positions of the cache's columns, -1 for padding.
         self._positions: torch.Tensor | None = None
         self._new_states: list[torch.Tensor] = []

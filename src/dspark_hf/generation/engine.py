@@ -631,7 +631,7 @@ class _Call:
 
     def check(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` for what an engine cannot serve."""
-        check_call(target, self.input_ids, self.processors, self.config, self.model_kwargs)
+        check_call(target, self.input_ids, self.processors, self.config, self.model_kwargs, joins=True)
         check_options(self.config)
         if (self.config.num_return_sequences or 1) > 1:
             raise ValueError(

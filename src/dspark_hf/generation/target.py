@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import _compat
 from .inference import ForwardMode, forward_mode
@@ -83,7 +83,9 @@ class TargetSession:
         self.wants_attentions = bool(model_kwargs.get("output_attentions"))
         # What is returned as the target gives it must be ordinary tensors.
         returns_states = self.wants_hidden_states or self.wants_attentions
-        self._mode: ForwardMode = torch.no_grad if returns_states else forward_mode(target, self.cache)
+        # Changing frequencies are kept in the target.
+        is_kept = returns_states or bool(changing_rope(target.config.get_text_config(decoder=True)))
+        self._mode: ForwardMode = torch.no_grad if is_kept else forward_mode(target, self.cache)
         # Columns of the cache, and how many of its first columns are padding in each row.
         self.columns = 0
         self.padding = [0] * batch
@@ -235,6 +237,19 @@ class TargetSession:
 
 def _are_tensors(values: Any) -> bool:
     return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
+
+
+def changing_rope(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Kinds of rotary embeddings that change with the text's length, and after how many tokens they do."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
+    kinds = [group for group in groups if group.get("rope_type") in ("dynamic", "longrope")]
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    limits = [value for name in names if (value := getattr(config, name, None))]
+    return [
+        (group["rope_type"], int(min([*limits, group.get("original_max_position_embeddings") or limits[-1]])))
+        for group in kinds
+    ]
 
 
 def extend(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -126,6 +126,12 @@ class Drafter(PreTrainedModel):
             )
         return module
 
+    @property
+    def target_modules(self) -> list[nn.Module]:
+        """The bound target's embeddings and LM head, where the drafter uses them; else nothing."""
+        references = self._target_modules or ()
+        return [module for reference in references if (module := reference()) is not None]
+
     def get_input_embeddings(self) -> nn.Module | None:
         """The drafter's own embeddings, `None` where it shares the target's."""
         return self.embed_tokens
