@@ -422,3 +422,10 @@ def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
         AutoDrafter.from_pretrained(tmp_path / "nothing")
     with pytest.raises(OSError, match="There is no folder 'org/name', and it cannot be read from the Hub"):
         AutoDrafter.from_pretrained("org/name")
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError, match="`target` is 'Qwen/Qwen3-8B', of type str; give a loaded model"):
+        get_drafter("Qwen/Qwen3-8B")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`config` is a dict; give a `DSparkConfig"):
+        get_drafter(tiny_target("qwen3"), {"block_size": 4})  # type: ignore[arg-type]

@@ -212,6 +212,7 @@ def get_drafter(
         A drafter bound to `target`, in its dtype and on its device, in evaluation mode.
 
     Raises:
+        TypeError: if `target` is no model or `config` no `DSparkConfig`.
         ValueError: if no drafter can be built for this target, or `config` contradicts it.
 
     Example:
@@ -244,6 +245,13 @@ def complete_config(
 
     The target's weights are not read: it may be on the meta device.
     """
+    if not isinstance(target, nn.Module) or not hasattr(target, "config"):
+        raise TypeError(
+            f"`target` is {target!r:.60}, of type {type(target).__name__}; give a loaded model, such as "
+            "`AutoModelForCausalLM.from_pretrained(...)`."
+        )
+    if config is not None and not isinstance(config, DSparkConfig):
+        raise TypeError(f"`config` is a {type(config).__name__}; give a `DSparkConfig(...)`, or leave it out.")
     _check_target(target)
     config = copy.deepcopy(config) if config is not None else DSparkConfig()
     _fill(config, target, tokenizer)
