@@ -107,7 +107,7 @@ class TargetSession:
                 f"After a prompt of {whole} tokens, as `attention_mask` or `position_ids` count them, the cache of "
                 f"the target {type(self.target).__name__} has {self.columns} entries. Give a mask as long as the "
                 "text. Where it is, the target has virtual tokens before the prompt (prompt tuning) or a cache that "
-                "cannot tell drafted tokens apart: call `generate` without `assistant_model`."
+                "cannot tell drafted tokens apart. Call `generate` without `assistant_model`."
             )
         if self.moves_rows:
             _compat.check_realignment(self.cache, self.target)
