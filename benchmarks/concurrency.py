@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import platform
 import random
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from report import versions, write_report
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -162,11 +161,7 @@ def main() -> None:
     rows = measure(args, load_embedded_pair())
     report = {
         "machine": {"cpu": platform.machine(), "threads": args.threads},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "settings": {
             **DECODING,
             "tokens": args.tokens,
@@ -176,8 +171,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, args.output)
     if can_plot():
         plot_load(rows, args.output.with_suffix(".png"))
     show(rows)

@@ -15,7 +15,6 @@ Whole drafts are verified; for another `--scheduler`, what the machine takes is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from report import versions, write_report
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -132,11 +131,7 @@ def main() -> None:
     rows += [measure_batch(decoding, args, scheduler, pair) for decoding in DECODINGS]
     report = {
         "machine": {"cpu": platform.machine(), "threads": args.threads},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "settings": {
             "new_tokens": args.new_tokens,
             "repeats": args.repeats,
@@ -146,8 +141,7 @@ def main() -> None:
         "rows": rows,
         "means": {decoding: summarise(rows, decoding) for decoding in DECODINGS},
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, args.output)
     show(report)
 
 

@@ -12,17 +12,15 @@ logged loss from that of `online`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from datasets import Dataset
+from report import versions, write_report
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, set_seed
@@ -120,17 +118,12 @@ def main() -> None:
         pairs = zip(row["losses"], results[0]["losses"], strict=True)
         row["largest_loss_difference"] = max(abs(ours - theirs) for ours, theirs in pairs)
     report = {
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "machine": {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "note": args.note},
         "settings": {name: getattr(args, name) for name in ("rows", "held_out", "length", "steps", "anchors", "seed")},
         "rows": results,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, args.output)
     show(results)
 
 

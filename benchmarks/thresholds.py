@@ -10,13 +10,11 @@ drafted tokens that were kept, and how many were verified per round.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from report import versions, write_report
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -75,16 +73,11 @@ def main() -> None:
         for kind, threshold in track(points, description="decoding")
     ]
     report = {
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "settings": {**DECODING, "new_tokens": args.new_tokens, "prompts_per_kind": args.prompts_per_kind},
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, args.output)
     if can_plot():
         plot_thresholds(rows, args.output.with_suffix(".png"))
     show(rows)

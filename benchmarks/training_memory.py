@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
+from report import versions, write_report
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -187,11 +186,7 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     report = {
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "machine": {
             "cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
@@ -204,8 +199,7 @@ def main() -> None:
         },
         **measure_all(args.repeats),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, args.output)
     show(report)
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf import DSparkConfig, DSparkDrafter, DSparkTrainingArguments, get_drafter, train_drafter
-from dspark_hf.training import load_target
+from dspark_hf.training import last_checkpoint, load_target
 
 
 @dataclass
@@ -58,7 +57,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     work_dir = Path(drafter_args.work_dir)
     target, tokenizer = load_target(str(work_dir / "target"))
-    checkpoint = get_last_checkpoint(training_args.output_dir) if Path(training_args.output_dir).is_dir() else None
+    checkpoint = last_checkpoint(training_args.output_dir)
     set_seed(training_args.seed)
     config = DSparkConfig(
         num_hidden_layers=drafter_args.num_hidden_layers,

@@ -39,11 +39,10 @@ from measure import compare_prompts, encode, measure_limits, show, summarise, to
 from prompts import make_prompts
 from targets import PACKAGED, convert
 from transformers import HfArgumentParser, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf import DSparkConfig, DSparkDrafter, DSparkTrainingArguments, get_drafter, train_drafter
 from dspark_hf.data import Decoding, prepare_data
-from dspark_hf.training import cache_target_states, choose_draft_tokens, load_target
+from dspark_hf.training import cache_target_states, choose_draft_tokens, last_checkpoint, load_target
 
 logger = logging.getLogger(__name__)
 
@@ -427,16 +426,6 @@ class ClockCallback(TrainerCallback):
         self.ledger.save()
         if self.ledger.seconds > self.limit:
             control.should_training_stop = True
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint; removes those that a kill left unfinished, whose last file is missing or cut."""
-    for state in (path / "trainer_state.json" for path in folder.glob("checkpoint-*")):
-        try:
-            json.loads(state.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            shutil.rmtree(state.parent)
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .errors import user_errors
-from .train import _check_file, _layers
+from .options import MaxLength, SplitLong, TargetLayers, Thinking, check_file, parse_layers
 
 FLAGS = {
     "enable_thinking": "--thinking/--no-thinking",
@@ -35,17 +35,10 @@ def cache(
             help="What states are stored as: `bf16`, `float32` or `int8`. (default: bf16, or what --output has)"
         ),
     ] = None,
-    target_layers: Annotated[
-        str | None,
-        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. (default: spread)"),
-    ] = None,
-    max_length: Annotated[int, typer.Option(help="Longest training sequence, in tokens.")] = 4096,
-    split_long: Annotated[
-        bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
-    ] = False,
-    thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
-    ] = None,
+    target_layers: TargetLayers = None,
+    max_length: MaxLength = 4096,
+    split_long: SplitLong = False,
+    thinking: Thinking = None,
     batch_size: Annotated[int, typer.Option(help="Sequences that the target reads at once.")] = 8,
     shard_size: Annotated[
         float, typer.Option(help="Most MiB of a file, unless one sequence needs more; a broken run keeps its own.")
@@ -56,13 +49,13 @@ def cache(
     Train with --states-cache and the same target, data, layers, --max-length, --split-long and --thinking: the states
     are then read in place of running the target. Run the same command again to go on after a break.
     """
-    from ..factory import get_drafter
+    from ..factory import complete_config
     from ..models import DSparkConfig
     from ..training import DSparkTrainingArguments, cache_target_states, load_target
     from ..training.state_cache import human_size
 
     with user_errors(**FLAGS):
-        _check_file("--data", data)
+        check_file("--data", data)
         args = DSparkTrainingArguments(
             max_length=max_length,
             enable_thinking=thinking,
@@ -70,7 +63,7 @@ def cache(
             states_cache=output,
             states_storage=storage,
         )
-        layers = _layers(target_layers)
+        layers = parse_layers(target_layers)
         model, tokenizer = load_target(target)
         # As `dspark train` chooses and checks layers; the smallest drafter has the same.
         smallest = DSparkConfig(
@@ -79,7 +72,7 @@ def cache(
         states = cache_target_states(
             model,
             data,
-            get_drafter(model, smallest).config.target_layer_ids,
+            complete_config(model, smallest).target_layer_ids,
             args,
             tokenizer=tokenizer,
             split_long=split_long,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
+from .options import Device, Thinking
 from .pair import check_decoding, check_template, decoding_options, encode, load_pair
 
 if TYPE_CHECKING:
@@ -53,10 +54,8 @@ def calibrate(
         bool | None,
         typer.Option(help="Whether to use the chat template. (default: for `prompt` and `turns`, where there is one)"),
     ] = None,
-    thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
+    thinking: Thinking = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling, and of the split of the prompts.")] = 0,
 ) -> None:

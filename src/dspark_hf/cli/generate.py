@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .errors import user_errors
+from .options import Device, Thinking
 from .pair import check_decoding, decoding_options, encode, load_pair
 
 
@@ -23,10 +24,8 @@ def generate(
     chat: Annotated[
         bool | None, typer.Option(help="Whether to use the chat template. (default: where there is one)")
     ] = None,
-    thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
+    thinking: Thinking = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
+from .options import Device, Thinking
 from .pair import check_decoding, load_pair
 
 if TYPE_CHECKING:
@@ -75,13 +76,11 @@ def prepare(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a `text` to go on from.")] = 64,
-    thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
-    ] = None,
+    thinking: Thinking = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try rows again that failed in an earlier run.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
+from .options import Device
 from .pair import check_decoding, load_pair
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def profile(
         list[int] | None, typer.Option(help="Length of the text before; may be given several times. (default: 128)")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each; figures are medians.")] = 9,
-    device: Annotated[str | None, typer.Option(help="Where to run. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     output: Annotated[
         str | None, typer.Option(help="File to save to, in place of the cache in which `generate` looks.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
+from .options import MaxLength, SplitLong, TargetLayers, Thinking, check_file, parse_layers
 
 if TYPE_CHECKING:
     from ..models import DSparkDrafter
@@ -97,10 +98,7 @@ def train(
     markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head; 0 for none (DFlash).")] = 256,
     markov_head: Annotated[MarkovHead, typer.Option(help="Kind of sequential head.")] = MarkovHead.vanilla,
     confidence: Annotated[bool, typer.Option(help="Whether the drafter predicts if its tokens survive.")] = True,
-    target_layers: Annotated[
-        str | None,
-        typer.Option(help="Target layers to read, separated by commas; -1 is the embedding output. (default: spread)"),
-    ] = None,
+    target_layers: TargetLayers = None,
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="Predict only so many tokens, the most frequent of the data. (default: all)")
     ] = None,
@@ -108,13 +106,9 @@ def train(
         int | None, typer.Option(help="Token for undecided slots, one that text never contains. (default: found)")
     ] = None,
     num_anchors: Annotated[int, typer.Option(help="Blocks drafted in each training sequence.")] = 512,
-    max_length: Annotated[int, typer.Option(help="Longest training sequence, in tokens.")] = 4096,
-    split_long: Annotated[
-        bool, typer.Option("--split-long", help="Cut long rows into several sequences instead of dropping their ends.")
-    ] = False,
-    thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the chat template. (default: the template's)")
-    ] = None,
+    max_length: MaxLength = 4096,
+    split_long: SplitLong = False,
+    thinking: Thinking = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per device and step.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(help="Batches that make one optimiser step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
@@ -144,10 +138,10 @@ def train(
     """Train a drafter for a target.
 
     The target stays frozen, and its states are computed on the way unless --states-cache names a folder for them
-    (`dspark cache`), so nothing but text is needed. The drafter, the
-    tokenizer and training_summary.json are written to --output. Every other option of `DSparkTrainingArguments` is
-    given by its name, here (`--weight-decay 0.1`) or in the recipe (`weight_decay: 0.1`). On several GPUs start it
-    with `accelerate launch --no_python dspark train ...`.
+    (`dspark cache`), so nothing but text is needed. The drafter, the tokenizer and training_summary.json are written
+    to --output. Every other option of `DSparkTrainingArguments` is given by its name, here (`--weight-decay 0.1`) or
+    in the recipe (`weight_decay: 0.1`). On several GPUs start it with
+    `accelerate launch --no_python dspark train ...`.
     """
     # Here and not above: other commands start faster without the trainer.
     from ..training.recipe import RecipeParser
@@ -167,7 +161,7 @@ def _arguments(context: typer.Context, parser: RecipeParser, in_recipe: dict[str
         if name != "recipe" and source is not None and source.name == "COMMANDLINE":
             given[OPTIONS.get(name, name)] = value
     if "target_layer_ids" in given:
-        given["target_layer_ids"] = _layers(given["target_layer_ids"])
+        given["target_layer_ids"] = parse_layers(given["target_layer_ids"])
     if "markov_head_type" in given:
         given["markov_head_type"] = MarkovHead(given["markov_head_type"]).value
     defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
@@ -185,9 +179,9 @@ def _train(arguments: Arguments) -> None:
     from ..training import find_checkpoint, load_target, train_drafter
 
     drafter_args, data_args, training_args = arguments
-    _check_file("--data", data_args.data_file)
+    check_file("--data", data_args.data_file)
     if data_args.eval_file is not None:
-        _check_file("--eval-data", data_args.eval_file)
+        check_file("--eval-data", data_args.eval_file)
     checkpoint = training_args.resume_from_checkpoint or find_checkpoint(training_args.output_dir, drafter_args.resume)
     drafter_args.drafter_config()  # what is wrong with it is said before the target is loaded
     trained = _trained_drafter(checkpoint, drafter_args.warm_start)
@@ -237,24 +231,6 @@ def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> DSparkDra
             num_proc=data_args.num_proc,
         )
     return get_drafter(target, drafter_args.drafter_config(), tokenizer=tokenizer, draft_tokens=draft_tokens)
-
-
-def _check_file(option: str, path: str) -> None:
-    """Said before the target is loaded, which may take minutes."""
-    if Path(path).is_dir():
-        raise ValueError(f"{option} is {path!r}, which is a folder; give a JSON Lines file.")
-    if not Path(path).is_file():
-        raise ValueError(f"{option} is {path!r}, and there is no such file.")
-
-
-def _layers(text: str | None) -> list[int] | None:
-    """`--target-layers` as numbers."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--target-layers is {text!r}; give numbers separated by commas, such as 1,9,17.") from error
 
 
 __all__ = ["PASSES_ON", "train"]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -186,14 +186,24 @@ def _load(
 
 def _describe(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What makes a target's text its own."""
-    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_THE_MODEL}
     return {
         "target": config.name_or_path,
-        "config": _hash(fields),
+        "config": config_fingerprint(config),
         "vocab_size": len(tokenizer),
         "tokenizer": _hash(tokenizer.get_vocab()),
         "chat_template": _hash(tokenizer.get_chat_template()) if tokenizer.chat_template else None,
     }
+
+
+def config_fingerprint(config: PreTrainedConfig, left_out: Collection[str] = ()) -> str:
+    """Hash of what `config` says of the model, and not of where it lies or how it was loaded.
+
+    Args:
+        config: of a target.
+        left_out: further fields that do not matter.
+    """
+    names = _NOT_THE_MODEL.union(left_out)
+    return _hash({name: value for name, value in config.to_diff_dict().items() if name not in names})
 
 
 def _hash(value: Any) -> str:
@@ -280,4 +290,4 @@ def _write(outcome: Outcome, key: Key, row: dict[str, Any], journal: Journal, re
     report.first_failed.setdefault(outcome.reason, place)
 
 
-__all__ = ["PrepareReport", "prepare_data"]
+__all__ = ["PrepareReport", "config_fingerprint", "prepare_data"]

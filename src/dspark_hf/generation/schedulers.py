@@ -206,7 +206,9 @@ class Steering:
 
     def __init__(self, rows: int, prices: list[float], step: float, shares: list[float]) -> None:
         self.survivals = [1.0] * rows
-        self.prices, self.step, self.shares = prices, step, shares
+        # The first token is drafted in any case.
+        self.prices = [prices[0], *(price + step for price in prices[1:])]
+        self.shares = shares
         # Survivals of every column that was asked about, of which the last may not be drafted.
         self.columns: list[list[float]] = []
         self.is_worth_verifying = True
@@ -216,12 +218,10 @@ class Steering:
         self.survivals = [before * own for before, own in zip(self.survivals, confidences, strict=True)]
         column, alive = len(self.columns), sum(self.survivals)
         self.columns.append(self.survivals)
-        prices = [price + self.step for price in self.prices[column:]]
+        is_worth = is_column_worth(alive, self.prices[column:], self.shares[column:])
         if column == 0:
-            # The first token is drafted in any case.
-            prices[0] = self.prices[0]
-            self.is_worth_verifying = is_column_worth(alive, prices, self.shares)
-        return is_column_worth(alive, prices, self.shares[column:])
+            self.is_worth_verifying = is_worth
+        return is_worth
 
 
 @dataclass

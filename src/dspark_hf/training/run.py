@@ -307,10 +307,7 @@ def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
     Raises:
         ValueError: if there is none to resume from, or there are some that a new run would mix with its own.
     """
-    # A run that was killed may have left a part of one: the trainer's state is written last.
-    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
-    numbered = {int(number): path for path in whole if (number := path.name.rpartition("-")[2]).isdecimal()}
-    checkpoint = str(numbered[max(numbered)]) if numbered else None
+    checkpoint = last_checkpoint(output_dir)
     if resume and checkpoint is None:
         raise ValueError(
             f"There is no checkpoint to resume from in {output_dir!r}: leave out `resume` to start anew, or give the "
@@ -322,6 +319,27 @@ def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
             "go on from the last one, or give a fresh folder as `output_dir`."
         )
     return checkpoint
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The last whole checkpoint in a run's output folder, if there is one.
+
+    A run that was killed may have left a part of one: the trainer's state, which is written last, is missing or cut.
+    """
+    found = {
+        int(number): path.parent
+        for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")
+        if (number := path.parent.name.rpartition("-")[2]).isdecimal() and _is_json(path)
+    }
+    return str(found[max(found)]) if found else None
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str, float]) -> None:
@@ -376,6 +394,7 @@ __all__ = [
     "cache_target_states",
     "choose_draft_tokens",
     "find_checkpoint",
+    "last_checkpoint",
     "load_target",
     "train_drafter",
 ]

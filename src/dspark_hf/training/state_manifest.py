@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..data.prepare import _NOT_THE_MODEL
+from ..data.prepare import config_fingerprint
 from .state_storage import STORAGES, Layout
 
 FORMAT = "dspark-hf target states"
@@ -30,8 +30,8 @@ NEW = ".new"
 SAMPLED_WEIGHTS = 1024
 """Values of a weight that its fingerprint covers, spread over it from the first to the last."""
 
-# Of a config, what does not change a state: where it lies, how it was loaded, tokens that scripts like to set.
-_NOT_THE_STATES = {*_NOT_THE_MODEL, "bos_token_id", "eos_token_id", "pad_token_id"}
+# Of a config, tokens that scripts like to set, and that change no state.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 FILL = "Fill it with `dspark cache` or `cache_target_states`, which computes what is missing."
 
@@ -99,10 +99,9 @@ def describe_source(
             f"`prepare_dataset` makes; `train_dataset` is {dataset!r}."
         )
     data, lengths = data_fingerprint(dataset)
-    fields = {name: value for name, value in target.config.to_diff_dict().items() if name not in _NOT_THE_STATES}
     source = Source(
         target=target.config.name_or_path,
-        config=hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest(),
+        config=config_fingerprint(target.config, left_out=_TOKENS),
         weights=weights_fingerprint(target),
         dtype=str(target.dtype).removeprefix("torch."),
         hidden_size=target.config.get_text_config(decoder=True).hidden_size,
