@@ -11,17 +11,14 @@ import pytest
 from dspark_hf import DSparkDrafter, DSparkTrainingArguments, train_drafter
 from dspark_hf.training import load_target
 
-from .test_commands import make_drafter, make_target, make_tokenizer, run
+from .test_commands import make_target, make_tokenizer, run, save_pair
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A target, a drafter for it, and rows to train on."""
     root = tmp_path_factory.mktemp("target")
-    target = make_target()
-    target.save_pretrained(root / "target")
-    make_tokenizer().save_pretrained(root / "target")
-    make_drafter(target).save_pretrained(root / "drafter")
+    save_pair(root)
     make_target(seed=1).save_pretrained(root / "other_target")
     make_tokenizer().save_pretrained(root / "other_target")
     rows = [{"text": " ".join(f"w{5 + (index + place) % 90}" for place in range(20))} for index in range(8)]

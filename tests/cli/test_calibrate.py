@@ -25,7 +25,7 @@ from dspark_hf.evaluation import calibration
 from dspark_hf.evaluation.plots import can_plot
 
 from ..parity.fixtures import FIXTURES
-from .test_commands import make_drafter, make_target, make_tokenizer, run
+from .test_commands import make_drafter, make_target, make_tokenizer, run, save_pair
 
 GAMMA = 3
 
@@ -34,10 +34,7 @@ GAMMA = 3
 def folders(tmp_path_factory):
     """A saved pair with a model card, a drafter without confidence head, and one of another target."""
     root = tmp_path_factory.mktemp("pair")
-    target = make_target()
-    target.save_pretrained(root / "target")
-    make_tokenizer().save_pretrained(root / "target")
-    make_drafter(target).save_pretrained(root / "drafter")
+    target = save_pair(root)
     (root / "drafter" / "README.md").write_text("a card", encoding="utf-8")
     (root / "drafter" / "checkpoint-1").mkdir()
     config = DSparkConfig(block_size=GAMMA, num_hidden_layers=1, markov_rank=4, enable_confidence_head=False)

@@ -39,6 +39,15 @@ def make_drafter(target):
     return get_drafter(target, DSparkConfig(block_size=3, num_hidden_layers=1, markov_rank=4, mask_token_id=0))
 
 
+def save_pair(root):
+    """The target, saved in `root` with its tokenizer and a drafter."""
+    target = make_target()
+    target.save_pretrained(root / "target")
+    make_tokenizer().save_pretrained(root / "target")
+    make_drafter(target).save_pretrained(root / "drafter")
+    return target
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A saved pair, and a target and a drafter that do not belong to it."""

@@ -11,7 +11,7 @@ from dspark_hf import AutoDrafter
 from dspark_hf.evaluation.plots import can_plot
 from dspark_hf.generation.capacity import CapacityProfile, find_profile, target_identity
 
-from .test_commands import make_drafter, make_target, make_tokenizer, run
+from .test_commands import make_drafter, make_target, run, save_pair
 
 GAMMA = 3
 
@@ -20,10 +20,7 @@ GAMMA = 3
 def folders(tmp_path_factory):
     """A saved pair, and a drafter of another target."""
     root = tmp_path_factory.mktemp("pair")
-    target = make_target()
-    target.save_pretrained(root / "target")
-    make_tokenizer().save_pretrained(root / "target")
-    make_drafter(target).save_pretrained(root / "drafter")
+    save_pair(root)
     make_drafter(make_target(hidden_size=32)).save_pretrained(root / "other_drafter")
     return root
 
