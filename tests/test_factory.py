@@ -369,10 +369,10 @@ def test_subfolder_is_honoured(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "EAGLE-3"),
-        ({"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3"}, "EAGLE-3"),
+        ({"architectures": ["Qwen2ForCausalLMEagle3"], "model_type": "qwen2"}, "EAGLE-3 drafter of another"),
         (
-            {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {"mask_token_id": 1}},
-            "DFlash drafter of z-lab",
+            {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dflash_config": {"mask_token_id": 1}},
+            "DFlash drafter of another architecture",
         ),
         (
             {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
@@ -386,6 +386,7 @@ def test_subfolder_is_honoured(tmp_path: Path) -> None:
         ),
         ({"peft_type": "LORA"}, "PEFT adapter"),
         ({"architectures": ["Qwen3VLDSparkModel"]}, "Qwen3VLDSparkModel"),
+        ({"architectures": ["Qwen3VLEagle3Model"]}, "Qwen3VLEagle3Model"),
         ({"model_type": "bert"}, "no known drafter format"),
         ({}, "no known drafter format"),
         ({"architectures": 3}, "no known drafter format"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dspark_hf import DSparkDrafter
-from dspark_hf.evaluation import Comparison, compare, repeated_share
+from dspark_hf.evaluation import Comparison, Rounds, compare, repeated_share
 from dspark_hf.generation.capacity import measure_capacity
 
 DECODINGS: dict[str, dict[str, Any]] = {
@@ -56,6 +57,7 @@ def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
     rounds = [entry for item in comparisons for stats in item.stats for entry in stats.rounds]
     if not rounds:
         raise ValueError("No prompt had an answer longer than one token; raise `new_tokens`, or use another target.")
+    by_row = Rounds.join([Rounds.of(stats) for item in comparisons for stats in item.stats])
     speeds = [
         sum(item.draft_tokens[repeat] for item in comparisons)
         / sum(item.draft_seconds[repeat] for item in comparisons)
@@ -67,10 +69,11 @@ def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
         "decoding": decoding,
         "prompts": len(comparisons),
         "rounds": len(rounds),
-        "accepted_length": sum(entry.emitted for entry in rounds) / len(rounds),
+        "accepted_length": by_row.accepted_length,
         "speedup_median": statistics.median(speeds),
         "speedup_range": [min(speeds), max(speeds)],
-        "acceptance_by_position": acceptance_by_position(rounds),
+        # A position that was never reached has none.
+        "acceptance_by_position": [share for share in by_row.conditional_acceptance() if not math.isnan(share)],
         "ms_per_round": {
             "draft": 1000 * statistics.median(entry.draft_seconds for entry in rounds),
             "verify": 1000 * statistics.median(entry.verify_seconds for entry in rounds),
@@ -85,16 +88,6 @@ def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
         if decoding == "greedy"
         else None,
     }
-
-
-def acceptance_by_position(rounds: list[Any]) -> list[float]:
-    """For each position of a block, how often it was accepted where all before it were; rounds of one row each."""
-    shares = []
-    for position in range(max(entry.verified for entry in rounds)):
-        reached = [entry for entry in rounds if entry.verified > position and sum(entry.survived_by_row) >= position]
-        if reached:
-            shares.append(sum(sum(entry.survived_by_row) > position for entry in reached) / len(reached))
-    return shares
 
 
 def measure_limits(target: PreTrainedModel, drafter: DSparkDrafter, context: int, repeats: int) -> dict[str, Any]:

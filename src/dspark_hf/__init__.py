@@ -24,15 +24,26 @@ from .generation import (  # noqa: E402
     install,
     uninstall,
 )
-from .models import Drafter, DSparkConfig, DSparkDrafter, DSparkOutput  # noqa: E402
+from .models import (  # noqa: E402
+    DRAFTER_CLASSES,
+    Drafter,
+    DSparkConfig,
+    DSparkDrafter,
+    DSparkOutput,
+    Eagle3Config,
+    Eagle3Drafter,
+    MTPConfig,
+    MTPDrafter,
+)
 
 if TYPE_CHECKING:
     from .training import DSparkTrainer, DSparkTrainingArguments, train_drafter
 
 __version__ = "0.1.0"
 
-AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
-AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+for _model_type, _drafter_class in DRAFTER_CLASSES.items():
+    AutoConfig.register(_model_type, _drafter_class.config_class, exist_ok=True)
+    AutoModel.register(_drafter_class.config_class, _drafter_class, exist_ok=True)
 install()
 
 # Imported when first used: they bring `Trainer` and `datasets`, which generation does not need.
@@ -53,7 +64,11 @@ __all__ = [
     "DSparkTrainer",
     "DSparkTrainingArguments",
     "Drafter",
+    "Eagle3Config",
+    "Eagle3Drafter",
     "GenerationStats",
+    "MTPConfig",
+    "MTPDrafter",
     "RoundStats",
     "SpeculativeEngine",
     "custom_generate",

@@ -10,20 +10,30 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import _compat
-from .conversion import deepspec
-from .conversion.formats import DEEPSPEC, DSPARK, detect_format, find_file, read_json, refuse_foreign
+from .conversion import deepspec, dflash, eagle3
+from .conversion.formats import DEEPSPEC, DFLASH, DSPARK, EAGLE3, detect_format, find_file, read_json, refuse_foreign
 from .conversion.loading import check_location, neither_found
+from .models import (
+    DRAFTER_CLASSES,
+    Drafter,
+    DrafterConfig,
+    DSparkConfig,
+    DSparkDrafter,
+    Eagle3Config,
+    Eagle3Drafter,
+    MTPConfig,
+    MTPDrafter,
+)
 from .models.backbone import RotaryEmbedding
-from .models.configuration_dspark import DSparkConfig
-from .models.modeling_dspark import DSparkDrafter
+from .models.configuration_eagle3 import eagle3_target_layers
 
 PLAIN_STYLE: dict[str, Any] = {}
 """Norms before attention and MLP only, as in Qwen3 and Llama."""
@@ -177,31 +187,64 @@ LOGIT_FACTORS = (
     "logits_mup_width_multiplier",
 )
 
+Config = TypeVar("Config", bound=DrafterConfig)
+
 _TOKENIZER_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
 _MASK_TOKEN = re.compile(r"<\|?mask\|?>|\[mask\]", re.IGNORECASE)
 _RESERVED_TOKEN = re.compile(r"[<\[]\|?(unused|reserved|extra_id|placeholder).*[>\]]", re.IGNORECASE)
 
 
+@overload
 def get_drafter(
     target: PreTrainedModel,
     config: DSparkConfig | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokens: Iterable[int] | None = None,
-) -> DSparkDrafter:
-    """Builds a new, untrained drafter for `target`.
+) -> DSparkDrafter: ...
+
+
+@overload
+def get_drafter(
+    target: PreTrainedModel,
+    config: Eagle3Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokens: Iterable[int] | None = None,
+) -> Eagle3Drafter: ...
+
+
+@overload
+def get_drafter(
+    target: PreTrainedModel,
+    config: MTPConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokens: Iterable[int] | None = None,
+) -> MTPDrafter: ...
+
+
+def get_drafter(
+    target: PreTrainedModel,
+    config: DrafterConfig | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokens: Iterable[int] | None = None,
+) -> Drafter:
+    """Builds a new, untrained drafter for `target`, of the kind that the type of `config` says.
 
     What `config` leaves unset is taken from the target. Fields that are `None` count as unset. So do layer style,
-    activation, norm epsilon, embedding scale and soft cap where they still have `DSparkConfig`'s default: the
-    target's family decides these. To force such a default on a family that wants something else, build the drafter
-    yourself: `DSparkDrafter(config)`, then `drafter.bind_target(target)`.
+    activation, norm epsilon, embedding scale and soft cap where they still have their default: the target's family
+    decides these. To force such a default on a family that wants something else, build the drafter yourself:
+    `DSparkDrafter(config)`, then `drafter.bind_target(target)`.
 
     Weights are drawn on the CPU in float32 and moved afterwards, so that `torch.manual_seed` gives the same drafter
     on every device.
 
     Args:
         target: a decoder-only model with an LM head. It is not changed.
-        config: what to build, `DSparkConfig()` if unset. It is not changed either: the drafter gets a copy.
+        config: what to build, a `DSparkConfig`, `Eagle3Config` or `MTPConfig`, `DSparkConfig()` if unset. It is not
+            changed either: the drafter gets a copy.
         tokenizer: the target's tokenizer, used only to choose a mask token that text never contains. Without it the
             last vocabulary entry to which the target's config gives no role (padding, end of text, image, ...) is
             taken: right for padded vocabularies, otherwise give the tokenizer or set `config.mask_token_id`.
@@ -212,13 +255,14 @@ def get_drafter(
         A drafter bound to `target`, in its dtype and on its device, in evaluation mode.
 
     Raises:
-        TypeError: if `target` is no model or `config` no `DSparkConfig`.
+        TypeError: if `target` is no model or `config` no configuration of a drafter.
         ValueError: if no drafter can be built for this target, or `config` contradicts it.
 
     Example:
         ```python
         target = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")
         drafter = get_drafter(target, DSparkConfig(num_hidden_layers=5), tokenizer=tokenizer)
+        other = get_drafter(target, Eagle3Config())
         ```
     """
     config = complete_config(target, config, tokenizer=tokenizer)
@@ -228,19 +272,31 @@ def get_drafter(
             f"{'unset' if draft_tokens is None else 'given'}; give both, the tokens from "
             "`dspark_hf.training.choose_draft_tokens`, or neither for a drafter that predicts every token."
         )
-    drafter = DSparkDrafter(config).to(device=_device(target), dtype=_dtype(target))
+    drafter = DRAFTER_CLASSES[config.model_type](config).to(device=_device(target), dtype=_dtype(target))
     if draft_tokens is not None:
         drafter.set_draft_tokens(draft_tokens)
     drafter.bind_target(target)
     return drafter.eval()
 
 
+@overload
+def complete_config(
+    target: PreTrainedModel, config: None = None, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> DSparkConfig: ...
+
+
+@overload
+def complete_config(
+    target: PreTrainedModel, config: Config | None, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Config: ...
+
+
 def complete_config(
     target: PreTrainedModel,
-    config: DSparkConfig | None = None,
+    config: DrafterConfig | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> DSparkConfig:
+) -> DrafterConfig:
     """The config of the drafter that `get_drafter` builds from the same arguments, whose errors it raises.
 
     The target's weights are not read: it may be on the meta device.
@@ -250,8 +306,11 @@ def complete_config(
             f"`target` is {target!r:.60}, of type {type(target).__name__}; give a loaded model, such as "
             "`AutoModelForCausalLM.from_pretrained(...)`."
         )
-    if config is not None and not isinstance(config, DSparkConfig):
-        raise TypeError(f"`config` is a {type(config).__name__}; give a `DSparkConfig(...)`, or leave it out.")
+    if config is not None and not (isinstance(config, DrafterConfig) and config.model_type in TARGET_LAYERS):
+        raise TypeError(
+            f"`config` is a {type(config).__name__}; give a `DSparkConfig(...)`, an `Eagle3Config(...)` or an "
+            "`MTPConfig(...)`, or leave it out."
+        )
     _check_target(target)
     config = copy.deepcopy(config) if config is not None else DSparkConfig()
     _fill(config, target, tokenizer)
@@ -290,7 +349,7 @@ def _check_target(target: PreTrainedModel) -> None:
 # --- facts about the target --------------------------------------------------------------------------------------
 
 
-def _fill(config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _fill(config: DrafterConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Sets every field of `config` that is still unset."""
     num_layers: int = target.config.get_text_config(decoder=True).num_hidden_layers
     facts = _shape(target) | {
@@ -301,15 +360,16 @@ def _fill(config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTo
     for name, value in facts.items():
         if getattr(config, name) is None:
             setattr(config, name, value)
-    defaults = {field.name: field.default for field in dataclasses.fields(DSparkConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, value in _style(target).items():
         if getattr(config, name) == defaults[name]:
             setattr(config, name, value)
     if config.target_layer_ids is None:
         # LongCat counts its two attentions per layer, but returns states per layer.
         text = target.config.get_text_config(decoder=True)
-        config.target_layer_ids = default_target_layers(min(num_layers, getattr(text, "num_layers", num_layers)))
-    if config.mask_token_id is None:
+        depth = min(num_layers, getattr(text, "num_layers", num_layers))
+        config.target_layer_ids = TARGET_LAYERS[config.model_type](depth)
+    if isinstance(config, DSparkConfig) and config.mask_token_id is None:
         config.mask_token_id = choose_mask_token(target, tokenizer)
 
 
@@ -410,6 +470,15 @@ def default_target_layers(num_layers: int) -> list[int]:
     return [first + (2 * index * (last - first) + count - 1) // (2 * (count - 1)) for index in range(count)]
 
 
+TARGET_LAYERS: dict[str, Callable[[int], list[int]]] = {
+    DSparkConfig.model_type: default_target_layers,
+    Eagle3Config.model_type: eagle3_target_layers,
+    # The state after the target's final norm.
+    MTPConfig.model_type: lambda num_layers: [num_layers - 1],
+}
+"""Layers that each kind of drafter captures from a target of so many, where its config does not say."""
+
+
 def choose_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     """A token for the undecided slots of a block: one that never occurs in text, so that its embedding is free.
 
@@ -480,12 +549,12 @@ class AutoDrafter:
     """Loads a drafter whatever format it is stored in."""
 
     @staticmethod
-    def from_pretrained(pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> DSparkDrafter:
+    def from_pretrained(pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Drafter:
         """Loads the drafter in a local folder or Hub repository.
 
         Args:
             pretrained_model_name_or_path: folder or repository with `config.json` and safetensors weights, in this
-                package's format or in DeepSpec's.
+                package's format, in DeepSpec's, in that of EAGLE-3 and SpecForge, or in that of z-lab's DFlash.
             kwargs: as for `PreTrainedModel.from_pretrained`: `revision`, `subfolder`, `token`, `cache_dir`,
                 `local_files_only`, `dtype`, `device_map`, ...
 
@@ -498,10 +567,15 @@ class AutoDrafter:
         config = _read_config(pretrained_model_name_or_path, kwargs)
         found = detect_format(config)
         if found == DSPARK:
-            drafter: DSparkDrafter = DSparkDrafter.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            drafter_class = DRAFTER_CLASSES[config["model_type"]]
+            drafter: Drafter = drafter_class.from_pretrained(pretrained_model_name_or_path, **kwargs)
             return drafter
         if found == DEEPSPEC:
             return deepspec.load_deepspec(pretrained_model_name_or_path, config, **kwargs)
+        if found == EAGLE3:
+            return eagle3.load_eagle3(pretrained_model_name_or_path, config, **kwargs)
+        if found == DFLASH:
+            return dflash.load_dflash(pretrained_model_name_or_path, config, **kwargs)
         raise refuse_foreign(found, pretrained_model_name_or_path, config.get("model_type"))
 
 

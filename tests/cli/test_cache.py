@@ -57,6 +57,13 @@ def test_cache_and_train(folder, tmp_path):
     assert summary["states"] == "bf16" and summary["steps"] == 2
 
 
+def test_layers_of_other_methods(folder, tmp_path):
+    """As training chooses them: of the target's two layers EAGLE-3 reads one, and MTP the last one's."""
+    for method, layers in (("eagle3", "0"), ("mtp", "1")):
+        result = cache(folder, tmp_path / method, "--method", method)
+        assert result.exit_code == 0 and f"8 sequences, 160 tokens, layers {layers}: " in result.output, result.output
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark_hf import AutoDrafter, DSparkDrafter
+from dspark_hf import AutoDrafter, DSparkDrafter, Eagle3Config, Eagle3Drafter
 from dspark_hf.conversion import config_from_deepspec
 
-from ..parity.fixtures import CASES, FIXTURES, SAMPLING_CASE, load_drafter
+from ..parity.fixtures import CASES, EAGLE3_CASE, FIXTURES, SAMPLING_CASE, load_drafter
 
-ALL_CASES = (*CASES, SAMPLING_CASE)
+ALL_CASES = (*CASES, SAMPLING_CASE, EAGLE3_CASE)
 
 
 def native_config(case: str = "qwen3-dspark-vanilla") -> dict[str, Any]:
@@ -81,6 +81,30 @@ def test_dflash_config_has_no_heads() -> None:
     assert not config.enable_confidence_head
 
 
+def test_eagle3_config() -> None:
+    config = config_from_deepspec(native_config(EAGLE3_CASE))
+    assert type(config) is Eagle3Config
+    assert (config.block_size, config.num_hidden_layers, config.num_target_layers) == (7, 1, 6)
+    assert config.target_layer_ids == [0, 1, 2, 3, 4]
+    assert config.head_norms and not config.share_target_embeddings and config.draft_vocab_size is None
+    assert config.target_model_type == "qwen3"
+    several = native_config(EAGLE3_CASE) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    assert config_from_deepspec(several).num_hidden_layers == 2
+
+
+def test_eagle3_config_for_gemma4() -> None:
+    """The layers of a Gemma 4 target with EAGLE-3's keys."""
+    native = native_config("gemma4-dspark-vanilla") | {"architectures": ["Gemma4Eagle3Model"], "ttt_length": 5}
+    for key in ("block_size", "mask_token_id", "markov_rank"):
+        del native[key]
+    config = config_from_deepspec(native)
+    assert type(config) is Eagle3Config and config.block_size == 5
+    assert config.sandwich_norms and config.attention_k_eq_v and config.use_layer_scalar
+    assert (config.attention_scale, config.embedding_scale, config.final_logit_softcapping) == (1.0, 8.0, 30.0)
+    layer = Eagle3Drafter(config).layers[0]
+    assert layer.self_attn.q_proj.in_features == 2 * config.hidden_size and layer.self_attn.v_proj is None
+
+
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
@@ -110,9 +134,17 @@ def test_sliding_layers_are_forwarded() -> None:
     assert config.sliding_window == 32
 
 
-@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "markov_rank", "hidden_size"])
-def test_missing_key_is_named(key: str) -> None:
-    native = native_config()
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        *(("qwen3-dspark-vanilla", key) for key in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank")),
+        ("qwen3-dspark-vanilla", "hidden_size"),
+        (EAGLE3_CASE, "ttt_length"),
+        (EAGLE3_CASE, "num_target_layers"),
+    ],
+)
+def test_missing_key_is_named(case: str, key: str) -> None:
+    native = native_config(case)
     del native[key]
     with pytest.raises(ValueError, match=key):
         config_from_deepspec(native)
@@ -154,13 +186,21 @@ def test_every_tensor_arrives(case: str) -> None:
 def test_saved_in_our_format_it_reloads_exactly(tmp_path: Path, case: str) -> None:
     drafter = load_drafter(case)
     drafter.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["model_type"] == "dspark"
+    is_eagle3 = case == EAGLE3_CASE
+    model_type = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["model_type"]
+    assert model_type == ("dspark_eagle3" if is_eagle3 else "dspark")
     loaded = AutoDrafter.from_pretrained(tmp_path)
-    assert type(loaded) is DSparkDrafter
+    assert type(loaded) is (Eagle3Drafter if is_eagle3 else DSparkDrafter)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    block = drafter.block_input_ids(torch.tensor([[3]]))
     states = torch.randn(1, 4, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+    if is_eagle3:
+        ids, positions = torch.tensor([[3, 4, 5, 6]]), torch.arange(4)[None]
+        with torch.no_grad():
+            outputs = [each(ids, each.fuse(states), positions).logits for each in (drafter, loaded)]
+        assert torch.equal(*outputs)
+        return
+    block = drafter.block_input_ids(torch.tensor([[3]]))
     positions = torch.arange(4 + block.shape[1])[None]
     with torch.no_grad():
         assert torch.equal(drafter(block, states, positions).logits, loaded(block, states, positions).logits)

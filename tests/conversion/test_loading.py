@@ -61,6 +61,7 @@ def test_drafters_and_other_models_are_no_targets(tmp_path: Path) -> None:
     for path, message in {
         tmp_path / "drafter": "is a drafter, not a target; `target` takes the language model .* \\(org/the-target\\)",
         FIXTURES / "qwen3-dspark-vanilla" / "drafter": "is a drafter, not a target",
+        FIXTURES / "qwen3-eagle3" / "drafter": "is a drafter, not a target",
         tmp_path / "vit": "is a vit model, not a causal language model; `target` takes",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dspark_hf.evaluation import Comparison, compare, repeated_share
+from dspark_hf.evaluation.comparison import timed_generate
 from dspark_hf.generation import GenerationStats, RoundStats
 
 from ..generation.oracles import make_oracle
@@ -23,10 +24,17 @@ def pair():
 
 
 def stats_of(*rounds: tuple[int, int]) -> GenerationStats:
-    """Statistics with `(accepted, emitted)` in each round."""
-    return GenerationStats(
-        [RoundStats(1, 4, 4, 4, accepted, emitted, 0.1, 0.1) for accepted, emitted in rounds], total_seconds=1.0
-    )
+    """Statistics with `(accepted, emitted)` in each round of one row."""
+    rounds = [
+        RoundStats(
+            *(1, 4, 4, 4, accepted, emitted, 0.1, 0.1),
+            emitted_by_row=(emitted,),
+            verified_by_row=(4,),
+            survived_by_row=(accepted,),
+        )
+        for accepted, emitted in rounds
+    ]
+    return GenerationStats(rounds, total_seconds=1.0)
 
 
 def comparison(**fields) -> Comparison:
@@ -149,3 +157,21 @@ def test_repeated_share(ids, n, expected):
     assert repeated_share(ids, n) == pytest.approx(expected)
     if n == 8:
         assert repeated_share(iter(ids)) == pytest.approx(expected)
+
+
+def test_timed_run_of_ragged_rows(pair):
+    """Tokens are counted up to and with each row's end, and texts have no padding."""
+    target, drafter, prompt = pair
+    batch = torch.cat([prompt, prompt.flip(1), prompt.roll(3, 1)])
+    whole = timed_generate(target, batch, max_new_tokens=16, do_sample=False)
+    assert whole.tokens == [16] * 3 and whole.stats is None and whole.seconds > 0
+    # A token that ends the rows at different lengths.
+    end = next(token for token in whole.texts[0] if len({text.index(token) for text in whole.texts if token in text}))
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    for helper in (None, drafter):
+        run = timed_generate(target, batch, helper, **options)
+        expected = [text[: text.index(end) + 1] if end in text else text for text in whole.texts]
+        assert run.texts == expected
+        assert run.tokens == [len(text) for text in expected]
+        assert (run.stats is None) == (helper is None)
+    assert len(set(run.tokens)) > 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_hf.evaluation.metrics import NAMES, metric_path
+from dspark_hf.evaluation.metrics import metric_path
 from dspark_hf.evaluation.scores import (
     auroc,
     brier_score,
@@ -113,12 +113,14 @@ def test_scores_of_probabilities_refuse_other_numbers():
 # --- as metrics of `evaluate` --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+SCORES = {"auroc": auroc, "brier_score": brier_score, "expected_calibration_error": expected_calibration_error}
+
+
+@pytest.mark.parametrize("name", SCORES)
 def test_metric_loads_from_its_folder(name):
     metric = evaluate.load(metric_path(name))
-    expected = {"auroc": auroc, "brier_score": brier_score, "expected_calibration_error": expected_calibration_error}
     result = metric.compute(predictions=PREDICTIONS, references=LABELS)
-    assert result == {name: pytest.approx(expected[name](PREDICTIONS, LABELS))}
+    assert result == {name: pytest.approx(SCORES[name](PREDICTIONS, LABELS))}
     assert metric.description
 
 

@@ -199,7 +199,7 @@ def test_assistant_must_be_a_model(target, prompt, given):
 
 @pytest.mark.parametrize("given", [None, "drafter", DSparkConfig()])
 def test_custom_generate_wants_a_drafter(given):
-    with pytest.raises(TypeError, match=f"is a {type(given).__name__}; give a `DSparkDrafter`"):
+    with pytest.raises(TypeError, match=f"is a {type(given).__name__}; give a drafter, such as a"):
         dspark_hf.custom_generate(given)
 
 

@@ -29,8 +29,7 @@ DRAFT_TOKENS = [1, 3, 4]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def target():
+def make_target():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -48,6 +47,11 @@ def target():
     model = Qwen3ForCausalLM(config).eval()
     model.generation_config.pad_token_id = 0
     return model
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
 
 
 # Of different lengths, so that rows of a batch are padded.

@@ -1,4 +1,4 @@
-"""Fields of `DSparkConfig`: what is refused, what is derived, what survives saving."""
+"""Fields of the configurations: what is refused, what is derived, what survives saving."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from dspark_hf import DSparkConfig
+from dspark_hf import DSparkConfig, Eagle3Config, MTPConfig
+from dspark_hf.models import DrafterConfig
+from dspark_hf.models.configuration_eagle3 import eagle3_target_layers
+
+KINDS: tuple[type[DrafterConfig], ...] = (DSparkConfig, Eagle3Config, MTPConfig)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +62,13 @@ def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
         DSparkConfig(**fields)
 
 
-@pytest.mark.parametrize("name", DSparkConfig.__annotations__)
-def test_every_field_knows_its_type(name: str) -> None:
+@pytest.mark.parametrize(
+    ("config_class", "name"),
+    [(config_class, name) for config_class in KINDS for name in config_class.drafter_fields()],
+)
+def test_every_field_knows_its_type(config_class: type[DrafterConfig], name: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` is <object .*; it must be"):
-        DSparkConfig(**{name: object()})
+        config_class(**{name: object()})
 
 
 @pytest.mark.parametrize(
@@ -107,10 +114,13 @@ def test_defaults_leave_the_target_open() -> None:
     }
 
 
-def test_every_field_has_help() -> None:
-    inherited = {field.name for field in dataclasses.fields(DSparkConfig.__mro__[1])}
-    own = [field for field in dataclasses.fields(DSparkConfig) if field.name not in inherited]
-    assert [field.name for field in own if not field.metadata.get("help")] == []
+@pytest.mark.parametrize("config_class", KINDS)
+def test_every_field_has_help(config_class: type[DrafterConfig]) -> None:
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = {field.name: field.metadata.get("help") for field in dataclasses.fields(config_class)}
+    names = config_class.drafter_fields()
+    assert [name for name in names if not own[name]] == []
+    assert {*own} - inherited <= {*names}
 
 
 def test_without_sequential_head_confidence_sees_hidden_states_only() -> None:
@@ -148,3 +158,75 @@ def test_saving_keeps_every_field(tmp_path: Path, filled: bool) -> None:
     for name in (field.name for field in dataclasses.fields(DSparkConfig)):
         if name not in ("transformers_version", "architectures", "_name_or_path"):
             assert getattr(loaded, name) == getattr(config, name), name
+
+
+# --- recurrent drafters ------------------------------------------------------------------------------------------
+
+
+def test_a_saved_dspark_config_has_nothing_of_other_kinds() -> None:
+    saved = DSparkConfig().to_diff_dict()
+    assert not {"head_norms", "share_target_head"} & saved.keys()
+    assert DSparkConfig.drafter_fields().keys() <= saved.keys()
+
+
+def test_defaults_of_recurrent_drafters() -> None:
+    eagle3, mtp = Eagle3Config(), MTPConfig()
+    assert (eagle3.block_size, eagle3.num_hidden_layers) == (7, 1)
+    assert (mtp.block_size, mtp.num_hidden_layers) == (1, 1)
+    for config in (eagle3, mtp):
+        assert config.layer_types == ["full_attention"]
+        assert not hasattr(config, "mask_token_id") and not hasattr(config, "markov_rank")
+    # An EAGLE-3 drafter can be built before it knows which layers of its target it reads.
+    assert "target_layer_ids" not in eagle3.missing_fields()
+    assert "target_layer_ids" in mtp.missing_fields()
+    assert eagle3.num_captured_layers == 3 and Eagle3Config(target_layer_ids=[0, 2]).num_captured_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (Eagle3Config, {"block_size": 0}, "`block_size` is 0"),
+        (Eagle3Config, {"target_layer_ids": [3, 1]}, "strictly rising"),
+        (Eagle3Config, {"num_attention_heads": 4, "num_key_value_heads": 3}, "does not divide"),
+        (MTPConfig, {"target_layer_ids": [1, 2]}, "an MTP module reads one layer, the target's last"),
+        (MTPConfig, {"target_layer_ids": [4], "num_target_layers": 4}, "out of range for a target of 4 layers"),
+    ],
+)
+def test_wrong_fields_of_recurrent_drafters_are_refused(
+    config_class: type[DrafterConfig], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_class(**fields)
+
+
+@pytest.mark.parametrize("config_class", KINDS)
+def test_types_of_models_are_ours_alone(tmp_path: Path, config_class: type[DrafterConfig]) -> None:
+    assert CONFIG_MAPPING[config_class.model_type] is config_class
+    config_class(vocab_size=100, rope_parameters={"rope_theta": 5e5}).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is config_class
+    assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [
+        (1, [-1]),
+        (2, [0]),
+        (3, [0, 1]),
+        (4, [0, 1, 2]),
+        (6, [0, 2, 4]),
+        (7, [1, 2, 3]),
+        (32, [1, 15, 28]),
+        (36, [1, 17, 32]),
+    ],
+)
+def test_eagle3_reads_a_low_a_middle_and_a_high_layer(num_layers: int, expected: list[int]) -> None:
+    assert eagle3_target_layers(num_layers) == expected
+
+
+def test_eagle3_never_reads_the_last_layer() -> None:
+    for num_layers in range(1, 100):
+        layers = eagle3_target_layers(num_layers)
+        assert layers == sorted(set(layers)) and layers[-1] < num_layers - 1 and len(layers) <= 3
+        assert num_layers < 4 or len(layers) == 3

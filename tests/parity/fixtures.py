@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dspark_hf import AutoDrafter, DSparkDrafter
+from dspark_hf import AutoDrafter
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "deepspec"
 """Folder with one sub-folder per case."""
@@ -20,6 +20,9 @@ CASES = ("qwen3-dspark-vanilla", "qwen3-dspark-rnn", "qwen3-dflash", "gemma4-dsp
 
 SAMPLING_CASE = "qwen3-dspark-vanilla-sampling"
 """Case with a vocabulary of 11, whose distributions are recorded exhaustively."""
+
+EAGLE3_CASE = "qwen3-eagle3"
+"""Case of an EAGLE-3 drafter."""
 
 LR_SCHEDULE = FIXTURES / "lr_schedule" / "expected.json"
 
@@ -39,6 +42,6 @@ def load_target(case: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FIXTURES / case / "target", dtype=torch.float32).eval()
 
 
-def load_drafter(case: str) -> DSparkDrafter:
+def load_drafter(case: str) -> Any:
     """The drafter of a case, converted from DeepSpec's format."""
     return AutoDrafter.from_pretrained(FIXTURES / case / "drafter", dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch
 import dspark_hf
 from dspark_hf.generation import drafting, verification
 
-from .fixtures import CASES, SAMPLING_CASE, load_drafter, load_json, load_target, load_tensors
+from .fixtures import CASES, EAGLE3_CASE, SAMPLING_CASE, load_drafter, load_json, load_target, load_tensors
 
 RUNS = ["threshold_0.0", "threshold_0.5", "eos_accepted_draft", "eos_bonus_token", "eos_first_token"]
 
@@ -24,11 +24,33 @@ def case(request):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("route", ["assistant_model", "custom_generate"])
 def test_greedy_run(case, run, route):
-    target, drafter, runs, prompt = case
+    check_run(*case, run, route)
+
+
+@pytest.mark.parametrize("run", ["greedy", "eos_accepted_draft"])
+@pytest.mark.parametrize("route", ["assistant_model", "custom_generate"])
+def test_greedy_run_of_eagle3(run, route, monkeypatch):
+    """Also each token that was drafted."""
+    target, drafter, spec = load_target(EAGLE3_CASE), load_drafter(EAGLE3_CASE), load_json(EAGLE3_CASE)["spec"]
+    drafts, draft = [], drafting.DraftSession.draft
+
+    def watch(self, *args):
+        proposal = draft(self, *args)
+        drafts.append(proposal.ids[0].tolist())
+        return proposal
+
+    monkeypatch.setattr(drafting.DraftSession, "draft", watch)
+    check_run(target, drafter, spec, load_tensors(EAGLE3_CASE)["input_ids"], run, route)
+    # The reference ends a draft with the end of sequence.
+    expected = [entry["verify_input_ids"][1:] for entry in spec[run]["rounds"]]
+    assert [ids[: len(other)] for ids, other in zip(drafts, expected, strict=True)] == expected
+
+
+def check_run(target, drafter, runs, prompt, run, route):
     expected = runs[run]
     target.generation_config.eos_token_id = expected["stop_token_ids"]
     options = {"max_new_tokens": expected["args"]["max_new_tokens"], "do_sample": False}
-    if expected["args"]["confidence_threshold"]:
+    if expected["args"].get("confidence_threshold"):
         options["dspark_confidence_threshold"] = expected["args"]["confidence_threshold"]
     helper = drafter if route == "assistant_model" else dspark_hf.custom_generate(drafter)
     output = target.generate(input_ids=prompt, **{route: helper}, **options)

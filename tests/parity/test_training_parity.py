@@ -25,9 +25,9 @@ from dspark_hf.training.anchors import (
     make_blocks,
     sample_anchors,
 )
+from dspark_hf.training.blockwise import blockwise_loss
 from dspark_hf.training.losses import DSparkLoss, LossWeights, slot_weights
 from dspark_hf.training.target_states import TargetStates, compute_target_states
-from dspark_hf.training.trainer import blockwise_loss
 
 pytestmark = pytest.mark.parity
 

@@ -71,7 +71,7 @@ def test_blocks_by_hand() -> None:
 
 def test_attention_mask_by_hand() -> None:
     anchors = Anchors(torch.tensor([[2, 0]]), torch.tensor([[True, False]]))
-    mask = block_attention_mask(anchors, seq=4, block_size=2)
+    mask = block_attention_mask(anchors, seq=4, width=2)
     assert mask.shape == (1, 1, 4, 8)
     assert mask[0, 0].int().tolist() == [
         [1, 1, 0, 0, 1, 1, 0, 0],
@@ -83,7 +83,7 @@ def test_attention_mask_by_hand() -> None:
 
 def test_sliding_window_hides_what_generation_hides() -> None:
     anchors = Anchors(torch.tensor([[3]]), torch.tensor([[True]]))
-    mask = block_attention_mask(anchors, seq=4, block_size=3, sliding_window=2)
+    mask = block_attention_mask(anchors, seq=4, width=3, sliding_window=2)
     # Queries at 3, 4, 5; context at 0, 1, 2; the block at 3, 4, 5.
     assert mask[0, 0].int().tolist() == [
         [0, 0, 1, 0, 1, 1, 1],

@@ -38,6 +38,40 @@ def test_distance_of_a_reduced_vocabulary_by_hand() -> None:
     assert 1 - distance.item() / 2 == pytest.approx(0.4 + 0.2)
 
 
+def test_soft_cross_entropy_by_hand() -> None:
+    """Of a reduced vocabulary the target's probabilities are renormalised, where its likeliest token is in it."""
+    draft, target = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1, 0.2, 0.3]).log()
+    for draft_ids, expected in (([0, 2], math.log(2)), ([1, 3], 0.0)):
+        ce, _, _ = compare_distributions(draft[None], target[None], draft_ids=torch.tensor(draft_ids))
+        assert ce.item() == pytest.approx(expected)
+    draft = torch.tensor([0.25, 0.25, 0.25, 0.25]).log()
+    assert compare_distributions(draft[None], target[None])[0].item() == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize("draft_ids", [None, torch.arange(0, 12, 2)], ids=["whole", "reduced"])
+@pytest.mark.parametrize("is_soft", [False, True], ids=["hard", "soft"])
+def test_formed_gradient(draft_ids: torch.Tensor | None, is_soft: bool) -> None:
+    """Of both terms at once, against autograd."""
+    torch.manual_seed(0)
+    tokens = torch.arange(12) if draft_ids is None else draft_ids
+    draft, target = torch.randn(9, len(tokens), requires_grad=True), torch.randn(9, 12)
+    labels = None if is_soft else torch.randint(len(tokens), (9,))
+    weights = torch.rand(2, 9)
+    p, log_q = target.softmax(-1), draft.log_softmax(-1)
+    inside = p[:, tokens]
+    known = torch.isin(p.argmax(-1), tokens)
+    assert known.all() == (draft_ids is None) and known.any()
+    if labels is None:
+        ce = -(inside / inside.sum(-1, keepdim=True) * log_q).sum(-1) * known
+    else:
+        ce = -log_q.gather(-1, labels[:, None])[:, 0]
+    distance = (log_q.exp() - inside).abs().sum(-1) + 1 - inside.sum(-1)
+    (expected,) = torch.autograd.grad((weights * torch.stack([ce, distance])).sum(), draft)
+    found = compare_distributions(draft, target, labels, draft_ids, weights)
+    for actual, wanted in zip(found, (ce.detach(), distance.detach(), expected), strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_loss_by_hand() -> None:
     eval_mask = torch.tensor([[True, True], [True, False], [False, False]])
     ce = torch.tensor([[1.0, 2.0], [3.0, 100.0], [100.0, 100.0]])
@@ -224,6 +258,8 @@ def test_no_decay(decay: float | None) -> None:
         ({"ce_weight": math.nan}, "ce_weight.*at least 0"),
         ({"ce_weight": 0.0, "tv_weight": 0.0}, "both 0"),
         ({"loss_decay": -4.0}, "loss_decay.*at least 0"),
+        ({"step_loss_decay": 0.0}, "step_loss_decay.*above 0 and at most 1"),
+        ({"step_loss_decay": 1.1}, "step_loss_decay.*above 0 and at most 1"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size.*at least 1"),
         ({"learning_rate": 0.0}, "learning_rate.*positive"),
         ({"num_train_epochs": 0}, "num_train_epochs.*positive"),

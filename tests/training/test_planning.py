@@ -14,17 +14,19 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
-from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
+from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, MTPConfig, get_drafter
 from dspark_hf.cli import app
 from dspark_hf.cli.plan import SEQUENCES, TARGETS_FILE, TOKENS, _without_weights, predict_recipe, with_prediction
 from dspark_hf.factory import complete_config
 from dspark_hf.training.planning import (
     GPU,
+    Rows,
     Run,
     cached_states,
     drafter_memory,
     drafter_parameters,
     optimizer_bytes,
+    rows,
     target_size,
 )
 from dspark_hf.training.recipe import RecipeParser
@@ -54,10 +56,17 @@ PARAMETERS = {
         ("gemma4_text", {"markov_rank": 0}),
         ("gpt2", {"enable_confidence_head": False, "target_layer_ids": [1]}),
         ("qwen3_moe", {"draft_vocab_size": 40}),
+        ("qwen3", {"kind": Eagle3Config, "num_hidden_layers": 2, "attention_bias": True}),
+        ("gemma4_text", {"kind": Eagle3Config}),
+        ("qwen3", {"kind": Eagle3Config, "draft_vocab_size": 40, "share_target_head": False, "head_norms": False}),
+        ("qwen3", {"kind": MTPConfig}),
+        ("gemma3_text", {"kind": MTPConfig, "block_size": 3}),
     ],
 )
 def test_parameters_are_counted_exactly(family: str, options: dict[str, Any]) -> None:
-    config = DSparkConfig(**{"markov_rank": 8, **options})
+    options = dict(options)
+    kind = options.pop("kind", DSparkConfig)
+    config = kind(**{**({"markov_rank": 8} if kind is DSparkConfig else {}), **options})
     tokens = range(40) if "draft_vocab_size" in options else None
     drafter = get_drafter(make_target(family), config, draft_tokens=tokens)
     assert drafter_parameters(drafter.config) == sum(parameter.numel() for parameter in drafter.parameters())
@@ -114,6 +123,33 @@ def test_recipe_carries_its_prediction(recipe: Path) -> None:
         drafter = DSparkDrafter(config)
     assert prediction.parameters == sum(parameter.numel() for parameter in drafter.parameters())
     assert prediction.memory < 80e9 and prediction.activation_memory > 0 and prediction.hours > 0
+
+
+def test_other_methods_are_predicted(tmp_path: Path) -> None:
+    """What differs: no blocks at anchors but all positions, as often as tokens are drafted."""
+    shutil.copy(KNOWN, tmp_path)
+    predictions = {}
+    for method, block_size in (("dspark", 7), ("dflash", 7), ("eagle3", 7), ("eagle3", 1), ("mtp", 1)):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"target: Qwen/Qwen3-8B\nmethod: {method}\nblock_size: {block_size}\nbf16: true\n")
+        predictions[method, block_size], _ = predict_recipe(recipe, 8, TOKENS, SEQUENCES, GPU())
+    long, short = predictions["eagle3", 7], predictions["eagle3", 1]
+    assert long.parameters == short.parameters < predictions["dflash", 7].parameters
+    assert long.activation_memory > 5 * short.activation_memory
+    assert long.hours > 2 * short.hours
+    # Three captured layers and the last one, or the last one twice.
+    assert predictions["mtp", 1].cached_states == pytest.approx(long.cached_states / 2, rel=1e-3)
+    for prediction in predictions.values():
+        assert 0 < prediction.hours < 200 and prediction.memory > prediction.target_memory
+
+
+def test_rows_by_hand() -> None:
+    """Of the mask, and of the anchor's slot where it predicts nothing."""
+    ours, other = (DSparkConfig(block_size=3, sample_from_anchor=each) for each in (True, False))
+    assert rows(ours, length=10, num_anchors=2) == Rows(6, 6, 16, 6, 10)
+    assert rows(other, length=10, num_anchors=2) == Rows(8, 6, 18, 8, 10)
+    # Steps of 10 rows that see 10, 20 and 30 keys.
+    assert rows(Eagle3Config(block_size=3), length=10, num_anchors=2) == Rows(30, 30, 20, 60, 0)
 
 
 def test_every_known_target_has_a_recipe() -> None:

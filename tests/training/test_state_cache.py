@@ -101,8 +101,12 @@ def test_eight_bits_lose_at_most_half_a_step() -> None:
     assert not error[2, 1].any()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_training_from_the_cache(target: PreTrainedModel, dataset: Dataset, tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(
+    "kind, storage", [*(("dspark", storage) for storage in STORAGES), ("eagle3", "float32"), ("mtp", "float32")]
+)
+def test_training_from_the_cache(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, kind: str, storage: str
+) -> None:
     """Shuffled, padded, accumulated over batches, in two epochs; evaluation is online in all."""
     runs = {}
     for name, options in {
@@ -112,7 +116,8 @@ def test_training_from_the_cache(target: PreTrainedModel, dataset: Dataset, tmp_
         args = make_args(
             tmp_path / name, per_device_train_batch_size=3, gradient_accumulation_steps=2, logging_steps=1, **options
         )
-        drafter = train_drafter(target, dataset, make_drafter(target), args, eval_data=dataset.select(range(5)))
+        drafter = make_drafter(target, kind=kind)
+        train_drafter(target, dataset, drafter, args, eval_data=dataset.select(range(5)))
         state = json.loads((tmp_path / name / "trainer_state.json").read_text())
         runs[name] = [entry["loss"] for entry in state["log_history"] if "loss" in entry], weights(drafter)
         summary = json.loads((tmp_path / name / "training_summary.json").read_text())

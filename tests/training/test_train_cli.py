@@ -13,10 +13,11 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from dspark_hf import DSparkDrafter, DSparkTrainingArguments
+from dspark_hf import AutoDrafter, DSparkDrafter, DSparkTrainingArguments
+from dspark_hf.cli.options import Method
 from dspark_hf.cli.train import FLAGS, OPTIONS, PASSES_ON, train
 from dspark_hf.data.text import ROW_KINDS
-from dspark_hf.training.recipe import DataArguments, DrafterArguments, RecipeParser
+from dspark_hf.training.recipe import METHODS, DataArguments, DrafterArguments, RecipeParser
 
 app = typer.Typer()
 app.command(context_settings=PASSES_ON)(train)
@@ -70,6 +71,42 @@ def test_train_and_resume(target_folder: Path, data: Path, dataset: Dataset, tmp
 
 
 @pytest.mark.parametrize(
+    "method, shape, expected",
+    [
+        ("dflash", ["--sample-from-anchor", "false"], ("dspark", 2, 7, 1.0, 0.0)),
+        ("eagle3", ["--draft-vocab-size", 20, "--step-loss-decay", 0.9], ("dspark_eagle3", 1, 7, 0.1, 0.9)),
+        ("mtp", ["--ce-weight", 0.5], ("dspark_mtp", 1, 1, 0.5, 0.9)),
+    ],
+)
+def test_methods(
+    target_folder: Path, data: Path, tmp_path: Path, method: str, shape: list[object], expected: tuple[object, ...]
+) -> None:
+    """Each with its own shape and loss, with a checkpoint to go on from."""
+    output = tmp_path / "drafter"
+    options = ["--target", target_folder, "--data", data, "--output", output, "--save-steps", 1, "--use-cpu"]
+    code, text = run(*options, "--method", method, *shape, "--max-steps", 1)
+    assert code == 0, text
+    config = AutoDrafter.from_pretrained(output).config
+    summary = json.loads((output / "training_summary.json").read_text())
+    weights = (summary["arguments"]["ce_weight"], summary["arguments"]["tv_weight"])
+    assert (config.model_type, config.num_hidden_layers, config.block_size, *weights) == expected
+    assert summary["drafter"] == config.model_type
+    if method == "dflash":
+        assert (config.markov_rank, config.enable_confidence_head, config.sample_from_anchor) == (0, False, False)
+    if method == "eagle3":
+        assert config.draft_vocab_size == 20 and summary["arguments"]["step_loss_decay"] == 0.9
+    code, text = run(*options, "--max-steps", 2, "--resume")
+    assert code == 0, text
+    assert AutoDrafter.from_pretrained(output).config.to_diff_dict() == config.to_diff_dict()
+
+
+def test_names_of_methods() -> None:
+    assert [each.value for each in Method] == list(METHODS), "those of the command are those of the library"
+    with pytest.raises(ValueError, match="`method` is 'eagle4'; choose one of dspark, dflash, eagle3, mtp"):
+        DrafterArguments("target", method="eagle4").drafter_config()
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
         (["--data", "nowhere.jsonl"], "--data is 'nowhere.jsonl', and there is no such file"),
@@ -81,6 +118,10 @@ def test_train_and_resume(target_folder: Path, data: Path, dataset: Dataset, tmp
         (["--seed", -1], "--seed is -1; it must be from 0"),
         (["--logging-steps", 0], "--logging-steps is 0.0; it must be a positive number"),
         (["--drafter-layers", 0], "--drafter-layers is 0; it must be at least 1"),
+        (["--method", "eagle3", "--markov-rank", 8], "--markov-rank is 8, which is not for --method 'eagle3'; leave"),
+        (["--method", "dflash", "--markov-rank", 8], "--markov-rank is 8, which is not for --method 'dflash'; leave"),
+        (["--method", "mtp", "--target-layers", "0,1"], "an MTP module reads one layer, the target's last"),
+        (["--step-loss-decay", 2], "`step_loss_decay` is 2.0; it must be above 0 and at most 1"),
         (["--target-layers", 9], "--target-layers is [9], out of range"),
         (["--data", "."], "--data is '.', which is a folder; give a JSON Lines file"),
         (["--output", __file__], "is a file; give a folder"),

@@ -9,17 +9,30 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
-from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
+from dspark_hf import AutoDrafter, DSparkConfig, DSparkDrafter, Eagle3Config, MTPConfig, get_drafter
 from dspark_hf.data import generation_prompt
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, choose_draft_tokens, train_drafter
 
 from ..tiny import tiny_target
 from .conftest import VOCAB_SIZE
 
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dspark": (DSparkConfig, {"markov_rank": 8}),
+    "rnn": (DSparkConfig, {"markov_rank": 8, "markov_head_type": "rnn"}),
+    "dflash": (DSparkConfig, {"markov_rank": 0, "enable_confidence_head": False}),
+    "zlab": (DSparkConfig, {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}),
+    "zlab-heads": (DSparkConfig, {"markov_rank": 8, "sample_from_anchor": False}),
+    "eagle3": (Eagle3Config, {}),
+    "mtp": (MTPConfig, {}),
+}
 
-def make_drafter(target: PreTrainedModel, draft_tokens: list[int] | None = None, **options: Any) -> DSparkDrafter:
+
+def make_drafter(
+    target: PreTrainedModel, draft_tokens: list[int] | None = None, kind: str = "dspark", **options: Any
+) -> Any:
     torch.manual_seed(0)
-    config = DSparkConfig(num_hidden_layers=1, **{"markov_rank": 8, "block_size": 4, **options})
+    config_class, shape = KINDS[kind]
+    config = config_class(**{"num_hidden_layers": 1, "block_size": 4, **shape, **options})
     return get_drafter(target, config, draft_tokens=draft_tokens)
 
 
@@ -42,21 +55,22 @@ def weights(drafter: DSparkDrafter) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for _, parameter in parameters])
 
 
-@pytest.mark.parametrize(
-    "options, loss",
-    [
-        ({}, {}),
-        ({"markov_head_type": "rnn"}, {}),
-        ({"markov_rank": 0, "enable_confidence_head": False}, {"ce_weight": 1.0, "tv_weight": 0.0}),
-    ],
-    ids=["dspark", "rnn", "dflash"],
-)
-def test_training_helps(
-    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, options: dict[str, Any], loss: dict[str, Any]
-) -> None:
-    drafter = make_drafter(target, **options)
+def accepted_length(target: PreTrainedModel, drafter: Any, dataset: Dataset) -> float:
+    """Of the greedy text of which the dataset is made, which must not change."""
+    prompts = torch.tensor([row["input_ids"][:2] for row in dataset])
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    output = target.generate(prompts, assistant_model=drafter, **options)
+    assert torch.equal(output, target.generate(prompts, **options))
+    return drafter.last_stats.mean_accepted_length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_helps(target: PreTrainedModel, dataset: Dataset, tmp_path: Path, kind: str) -> None:
+    loss: dict[str, Any] = {"ce_weight": 1.0, "tv_weight": 0.0} if kind in ("dflash", "zlab") else {}
+    drafter = make_drafter(target, kind=kind)
     before = [parameter.clone() for parameter in target.parameters()]
     trainer = DSparkTrainer(drafter, target, make_args(tmp_path, **loss), dataset, dataset)
+    untrained = accepted_length(target, drafter, dataset)
     first = trainer.evaluate()
     trainer.args.max_steps = 40
     trainer.train()
@@ -68,11 +82,12 @@ def test_training_helps(
     assert [entry["step"] for entry in logs] == list(range(2, 41, 2))
     assert {"ce_loss", "tau", "accept_rate@0", "learning_rate"} <= set(logs[-1])
     assert ("confidence_loss" in logs[-1]) == (drafter.confidence_head is not None)
-    if loss == {}:
+    if drafter.confidence_head is not None:
         parts = 0.1 * logs[-1]["ce_loss"] + 0.9 * logs[-1]["l1_loss"] + logs[-1]["confidence_loss"]
         assert logs[-1]["loss"] == pytest.approx(parts, rel=0.05)  # means over slots and over steps
     assert all(torch.equal(old, new) for old, new in zip(before, target.parameters()))
     assert all(parameter.grad is None for parameter in target.parameters())
+    assert accepted_length(target, drafter.eval(), dataset) > untrained
 
 
 def test_draft_vocabulary_is_learned(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
@@ -103,28 +118,35 @@ class Stop(TrainerCallback):
         return control
 
 
-def test_resumed_run_equals_an_unbroken_one(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
-    unbroken = train_drafter(target, dataset, make_drafter(target), make_args(tmp_path / "a"))
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_resumed_run_equals_an_unbroken_one(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, kind: str
+) -> None:
+    unbroken = train_drafter(target, dataset, make_drafter(target, kind=kind), make_args(tmp_path / "a"))
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
     args = make_args(tmp_path / "b", **options)
     # Step 3 of 4 in the first epoch: the rest of it must come in the same order.
-    broken = train_drafter(target, dataset, make_drafter(target), args, callbacks=[Stop(3)])
+    broken = train_drafter(target, dataset, make_drafter(target, kind=kind), args, callbacks=[Stop(3)])
     assert not torch.equal(weights(broken), weights(unbroken))
     checkpoint = tmp_path / "b" / "checkpoint-3"
-    assert torch.equal(weights(DSparkDrafter.from_pretrained(checkpoint)), weights(broken))
+    assert torch.equal(weights(AutoDrafter.from_pretrained(checkpoint)), weights(broken))
     with pytest.raises(ValueError, match="up to checkpoint-3: set `resume` .* or give a fresh folder as `output_dir`"):
         train_drafter(target, dataset, make_drafter(target), args)
-    resumed = train_drafter(target, dataset, make_drafter(target), make_args(tmp_path / "b", **options), resume=True)
+    args = make_args(tmp_path / "b", **options)
+    resumed = train_drafter(target, dataset, make_drafter(target, kind=kind), args, resume=True)
     torch.testing.assert_close(weights(resumed), weights(unbroken), atol=1e-6, rtol=0)
 
 
-def test_accumulated_batches_equal_one_large_batch(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dspark", "zlab", "eagle3", "mtp"])
+def test_accumulated_batches_equal_one_large_batch(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, kind: str
+) -> None:
     results = []
     for size, accumulation in ((8, 1), (2, 4)):
         args = make_args(
             tmp_path, max_steps=2, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
         )
-        trainer = DSparkTrainer(make_drafter(target), target, args, dataset)
+        trainer = DSparkTrainer(make_drafter(target, kind=kind), target, args, dataset)
         trainer.train()
         results.append((weights(trainer.model), trainer.state.log_history[0]["loss"]))
     torch.testing.assert_close(results[0][0], results[1][0], atol=2e-5, rtol=0)

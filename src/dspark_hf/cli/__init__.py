@@ -9,6 +9,7 @@ import typer
 from .cache import cache
 from .calibrate import calibrate
 from .demo import demo
+from .evaluate import ListsCommand, evaluate
 from .generate import generate
 from .plan import plan
 from .prepare import prepare
@@ -17,14 +18,15 @@ from .train import PASSES_ON, train
 
 app = typer.Typer(
     name="dspark",
-    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, calibrate "
-    "and profile them.",
+    help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, "
+    "calibrate, profile and compare them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("cache")(cache)
 app.command("calibrate")(calibrate)
 app.command("demo")(demo)
+app.command("eval", cls=ListsCommand)(evaluate)
 app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("prepare")(prepare)

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from .errors import user_errors
-from .options import MaxLength, SplitLong, TargetLayers, Thinking, check_file, parse_layers
+from .options import MaxLength, Method, SplitLong, TargetLayers, Thinking, check_file, parse_layers
 
 FLAGS = {
     "enable_thinking": "--thinking/--no-thinking",
     "max_length": "--max-length",
+    "method": "--method",
     "per_device_train_batch_size": "--batch-size",
     "shard_size": "--shard-size",
     "split_long": "--split-long",
@@ -35,6 +36,9 @@ def cache(
             help="What states are stored as: `bf16`, `float32` or `int8`. (default: bf16, or what --output has)"
         ),
     ] = None,
+    method: Annotated[
+        Method, typer.Option(help="Kind of drafters to be trained, which decides on layers that are not given.")
+    ] = Method.dspark,
     target_layers: TargetLayers = None,
     max_length: MaxLength = 4096,
     split_long: SplitLong = False,
@@ -52,6 +56,7 @@ def cache(
     from ..factory import complete_config
     from ..models import DSparkConfig
     from ..training import DSparkTrainingArguments, cache_target_states, load_target
+    from ..training.recipe import DrafterArguments
     from ..training.state_cache import human_size
 
     with user_errors(**FLAGS):
@@ -65,14 +70,14 @@ def cache(
         )
         layers = parse_layers(target_layers)
         model, tokenizer = load_target(target)
-        # As `dspark train` chooses and checks layers; the smallest drafter has the same.
-        smallest = DSparkConfig(
-            num_hidden_layers=1, markov_rank=0, enable_confidence_head=False, target_layer_ids=layers, mask_token_id=0
-        )
+        # As `dspark train` chooses and checks layers; the mask token has no say in it.
+        config = DrafterArguments(target, method=method.value, target_layer_ids=layers).drafter_config()
+        if isinstance(config, DSparkConfig):
+            config.mask_token_id = 0
         states = cache_target_states(
             model,
             data,
-            complete_config(model, smallest).target_layer_ids,
+            complete_config(model, config).target_layer_ids,
             args,
             tokenizer=tokenizer,
             split_long=split_long,

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,45 +191,18 @@ def read_prompts(path: str) -> list[Prompt]:
     Raises:
         OSError, ValueError: if there is no such file, or a row is no prompt.
     """
+    from ..evaluation.tasks import read_questions
+
     if not Path(path).is_file():
         kind = "a folder" if Path(path).is_dir() else "no file that exists"
         raise ValueError(f"--prompts is {path!r}, which is {kind}; give a JSON Lines file.")
-    try:
-        # A prompt in both parts would be fitted to and judged by.
-        found = list(dict.fromkeys(_rows(path)))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts is {path!r}, which is no text in UTF-8; give a JSON Lines file.") from error
+    # Each once: a prompt in both parts would be fitted to and judged by.
+    found = list(dict.fromkeys(Prompt(entry.turns[0], not entry.is_text) for entry in read_questions(path)))
     if len(found) < 2:
         raise ValueError(
             f"--prompts is {path!r}, with {len(found)} different prompts; give at least 2, best 50 or more."
         )
     return found
-
-
-def _rows(path: str) -> Iterator[Prompt]:
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _prompt(line, f"Line {number} of {path}")
-
-
-def _prompt(line: str, place: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON ({error}).") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is not a JSON object.")
-    name = next((name for name in ("turns", "prompt", "text") if row.get(name) is not None), None)
-    if name is None:
-        raise ValueError(f"{place} has none of the columns `text`, `prompt` and `turns`.")
-    value = row[name]
-    if name == "turns" and isinstance(value, list) and value:
-        value = value[0]
-    if not isinstance(value, str) or not value:
-        takes = "a list of texts" if name == "turns" else "a text"
-        raise ValueError(f"{place} has {row[name]!r:.60} as `{name}`; it must be {takes}, not empty.")
-    return Prompt(value, is_turn=name != "text")
 
 
 def split_prompts(prompts: list[Prompt], fit_share: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class Method(str, enum.Enum):
+    """Kinds of drafters, as `training.recipe.METHODS` names them."""
+
+    dspark = "dspark"
+    dflash = "dflash"
+    eagle3 = "eagle3"
+    mtp = "mtp"
+
 
 Thinking = Annotated[
     bool | None,
@@ -43,4 +54,4 @@ def parse_layers(text: str | None) -> list[int] | None:
         raise ValueError(f"--target-layers is {text!r}; give numbers separated by commas, such as 1,9,17.") from error
 
 
-__all__ = ["Device", "MaxLength", "SplitLong", "TargetLayers", "Thinking", "check_file", "parse_layers"]
+__all__ = ["Device", "MaxLength", "Method", "SplitLong", "TargetLayers", "Thinking", "check_file", "parse_layers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import user_errors
@@ -35,7 +36,13 @@ def decoding_options(max_new_tokens: int, temperature: float, top_k: int, top_p:
 
 
 def load_pair(target: str, drafter: str | None, device: str | None, dtype: str) -> tuple[Any, Any, Any]:
-    """The target, its tokenizer and the drafter, if any, on one device and in one dtype; a GPU if there is one.
+    """The target, its tokenizer and the drafter, if any; see `load_models`."""
+    model, tokenizer, helpers = load_models(target, [] if drafter is None else [drafter], device, dtype)
+    return model, tokenizer, helpers[0] if helpers else None
+
+
+def load_models(target: str, drafters: Sequence[str], device: str | None, dtype: str) -> tuple[Any, Any, list[Any]]:
+    """The target, its tokenizer and its drafters, on one device and in one dtype; a GPU if there is one.
 
     Raises:
         OSError, ValueError: if one of them cannot be loaded, they do not fit, or the device cannot be used.
@@ -46,15 +53,15 @@ def load_pair(target: str, drafter: str | None, device: str | None, dtype: str) 
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
-    # The drafter first, which is small: nobody should wait for the target to be told that the drafter is missing.
+    # Drafters first, which are small: nobody should wait for the target to be told that a drafter is missing.
     with user_errors(pretrained_model_name_or_path="--drafter"):
-        helper: Any = None if drafter is None else AutoDrafter.from_pretrained(drafter)
+        helpers: list[Any] = [AutoDrafter.from_pretrained(drafter) for drafter in drafters]
     with user_errors(target="--target"):
         model, tokenizer = _load_target(target, device, dtype)
-    if helper is not None:
-        helper = helper.to(device=model.device, dtype=model.dtype)
+    helpers = [helper.to(device=model.device, dtype=model.dtype) for helper in helpers]
+    for helper in helpers:
         helper.check_target(model)
-    return model, tokenizer, helper
+    return model, tokenizer, helpers
 
 
 def _check_device(device: str) -> None:
@@ -111,4 +118,4 @@ def _encode_chat(tokenizer: Any, prompt: str, thinking: bool | None) -> Any:
         raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error
 
 
-__all__ = ["check_decoding", "check_template", "decoding_options", "encode", "load_pair"]
+__all__ = ["check_decoding", "check_template", "decoding_options", "encode", "load_models", "load_pair"]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
-from .options import MaxLength, SplitLong, TargetLayers, Thinking, check_file, parse_layers
+from .options import MaxLength, Method, SplitLong, TargetLayers, Thinking, check_file, parse_layers
 
 if TYPE_CHECKING:
-    from ..models import DSparkDrafter
+    from ..models import Drafter
     from ..training.recipe import Arguments, RecipeParser
 
 FLAGS = {
@@ -32,6 +32,7 @@ FLAGS = {
     "mask_token_id": "--mask-token-id",
     "max_length": "--max-length",
     "max_steps": "--max-steps",
+    "method": "--method",
     "num_anchors": "--num-anchors",
     "num_hidden_layers": "--drafter-layers",
     "num_train_epochs": "--epochs",
@@ -93,11 +94,30 @@ def train(
             "devices of one process. (default: whole on the device of each process)"
         ),
     ] = None,
-    drafter_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
-    block_size: Annotated[int, typer.Option(help="Tokens drafted in one round.")] = 7,
-    markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head; 0 for none (DFlash).")] = 256,
-    markov_head: Annotated[MarkovHead, typer.Option(help="Kind of sequential head.")] = MarkovHead.vanilla,
-    confidence: Annotated[bool, typer.Option(help="Whether the drafter predicts if its tokens survive.")] = True,
+    method: Annotated[
+        Method,
+        typer.Option(
+            help="Kind of drafter: blocks with a sequential and a confidence head, blocks without, EAGLE-3, or one "
+            "module of multi-token prediction."
+        ),
+    ] = Method.dspark,
+    drafter_layers: Annotated[
+        int | None, typer.Option(help="Layers of the drafter. (default: 2; 1 for eagle3 and mtp)")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens drafted in one round. (default: 7; 1 for mtp)")
+    ] = None,
+    markov_rank: Annotated[
+        int | None, typer.Option(help="Rank of the sequential head of dspark; 0 for none. (default: 256)")
+    ] = None,
+    markov_head: Annotated[MarkovHead | None, typer.Option(help="Kind of sequential head. (default: vanilla)")] = None,
+    confidence: Annotated[
+        bool | None,
+        typer.Option(
+            "--confidence/--no-confidence",
+            help="Whether the drafter predicts if its tokens survive. (default: dspark does)",
+        ),
+    ] = None,
     target_layers: TargetLayers = None,
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="Predict only so many tokens, the most frequent of the data. (default: all)")
@@ -105,15 +125,21 @@ def train(
     mask_token_id: Annotated[
         int | None, typer.Option(help="Token for undecided slots, one that text never contains. (default: found)")
     ] = None,
-    num_anchors: Annotated[int, typer.Option(help="Blocks drafted in each training sequence.")] = 512,
+    num_anchors: Annotated[
+        int, typer.Option(help="Blocks drafted in each training sequence; eagle3 and mtp draft from every position.")
+    ] = 512,
     max_length: MaxLength = 4096,
     split_long: SplitLong = False,
     thinking: Thinking = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per device and step.")] = 8,
     gradient_accumulation: Annotated[int, typer.Option(help="Batches that make one optimiser step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
-    ce_weight: Annotated[float, typer.Option(help="Weight of the cross entropy in the loss.")] = 0.1,
-    tv_weight: Annotated[float, typer.Option(help="Weight of the distance between the distributions.")] = 0.9,
+    ce_weight: Annotated[
+        float, typer.Option(help="Weight of the cross entropy in the loss of dspark; dflash has 1.")
+    ] = 0.1,
+    tv_weight: Annotated[
+        float, typer.Option(help="Weight of the distance between the distributions; dflash has 0.")
+    ] = 0.9,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     max_steps: Annotated[int, typer.Option(help="Optimiser steps, in place of --epochs; -1 for none.")] = -1,
     states_cache: Annotated[
@@ -162,8 +188,8 @@ def _arguments(context: typer.Context, parser: RecipeParser, in_recipe: dict[str
             given[OPTIONS.get(name, name)] = value
     if "target_layer_ids" in given:
         given["target_layer_ids"] = parse_layers(given["target_layer_ids"])
-    if "markov_head_type" in given:
-        given["markov_head_type"] = MarkovHead(given["markov_head_type"]).value
+    for name in {"markov_head_type", "method"} & given.keys():
+        given[name] = given[name].value
     defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
     if "per_device_train_batch_size" in given:
         defaults["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
@@ -204,7 +230,7 @@ def _train(arguments: Arguments) -> None:
         typer.echo(f"The drafter is in {os.fspath(Path(training_args.output_dir))}.")
 
 
-def _trained_drafter(checkpoint: str | None, warm_start: str | None) -> DSparkDrafter | None:
+def _trained_drafter(checkpoint: str | None, warm_start: str | None) -> Drafter | None:
     """The drafter to go on from, if there is one."""
     from ..factory import AutoDrafter
 
@@ -213,7 +239,7 @@ def _trained_drafter(checkpoint: str | None, warm_start: str | None) -> DSparkDr
         return None if start is None else AutoDrafter.from_pretrained(start)
 
 
-def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> DSparkDrafter:
+def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> Drafter:
     """A new drafter as the options describe it."""
     from ..factory import get_drafter
     from ..training import choose_draft_tokens

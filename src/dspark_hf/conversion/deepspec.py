@@ -2,7 +2,8 @@
 
 Their `config.json` is the target's with a few keys added, so its `model_type` is still that of the target; only
 `architectures` tells them apart. Tensors have the same names as here. Each checkpoint holds copies of the target's
-embeddings and LM head. DFlash drafters are the same class with `markov_rank` 0.
+embeddings and LM head. DFlash drafters are the same class as DSpark ones, with `markov_rank` 0; EAGLE-3 drafters are
+one of their own.
 """
 
 from __future__ import annotations
@@ -10,11 +11,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..models.configuration_dspark import DSparkConfig, check_fields
-from ..models.modeling_dspark import DSparkDrafter
-from .formats import find_file
+from ..models import DRAFTER_CLASSES, Drafter, DrafterConfig, DSparkConfig, Eagle3Config
+from ..models.configuration_base import check_fields
+from .checkpoints import check_keys, check_leftovers, refuse_pickle, rope_parameters
 
-ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+ARCHITECTURES: dict[str, type[DrafterConfig]] = {
+    "Qwen3DSparkModel": DSparkConfig,
+    "Gemma4DSparkModel": DSparkConfig,
+    "Qwen3Eagle3Model": Eagle3Config,
+    "Gemma4Eagle3Model": Eagle3Config,
+}
+"""DeepSpec's classes, and what they are here."""
+
+GEMMA4 = ("Gemma4DSparkModel", "Gemma4Eagle3Model")
 
 REQUIRED_KEYS = (
     "vocab_size",
@@ -22,12 +31,15 @@ REQUIRED_KEYS = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "block_size",
-    "mask_token_id",
     "target_layer_ids",
     "num_target_layers",
-    "markov_rank",
 )
+
+OWN_KEYS: dict[type[DrafterConfig], dict[str, str]] = {
+    DSparkConfig: {name: name for name in ("block_size", "mask_token_id", "markov_rank")},
+    Eagle3Config: {"ttt_length": "block_size"},
+}
+"""Required keys of each kind, with our names for them; EAGLE-3 drafts as many tokens as its training had steps."""
 
 SAME_MEANING = (
     *REQUIRED_KEYS,
@@ -51,7 +63,7 @@ SAME_MEANING = (
 """Keys that mean the same in both formats."""
 
 
-def config_from_deepspec(native: dict[str, Any]) -> DSparkConfig:
+def config_from_deepspec(native: dict[str, Any]) -> DrafterConfig:
     """Translates the `config.json` of a DeepSpec drafter.
 
     Raises:
@@ -61,23 +73,25 @@ def config_from_deepspec(native: dict[str, Any]) -> DSparkConfig:
     architecture = next((name for name in native.get("architectures") or [] if name in ARCHITECTURES), None)
     if architecture is None:
         raise ValueError(
-            f"`architectures` is {native.get('architectures')}; a DeepSpec DSpark drafter has one of {ARCHITECTURES}."
+            f"`architectures` is {native.get('architectures')}; a DeepSpec drafter has one of {tuple(ARCHITECTURES)}."
         )
-    missing = [key for key in REQUIRED_KEYS if native.get(key) is None]
-    if missing:
-        raise ValueError(f"The DeepSpec config lacks {missing}; take config.json from the original checkpoint.")
-    fields = {key: native[key] for key in SAME_MEANING if native.get(key) is not None}
-    check_fields(fields)
-    # DeepSpec writes the keys of a head only where the head exists; without the flag there is none.
-    fields.setdefault("enable_confidence_head", False)
-    fields.setdefault("confidence_head_with_markov", False)
+    config_class = ARCHITECTURES[architecture]
+    own = OWN_KEYS[config_class]
+    check_keys(native, (*REQUIRED_KEYS, *own), "DeepSpec")
+    names = {name: name for name in SAME_MEANING} | own
+    fields = {ours: native[theirs] for theirs, ours in names.items() if native.get(theirs) is not None}
+    check_fields(config_class, fields)
     fields.setdefault("num_key_value_heads", native["num_attention_heads"])
     fields.setdefault("head_dim", native["hidden_size"] // native["num_attention_heads"])
-    if architecture == "Gemma4DSparkModel":
+    if config_class is DSparkConfig:
+        # DeepSpec writes the keys of a head only where the head exists; without the flag there is none.
+        fields.setdefault("enable_confidence_head", False)
+        fields.setdefault("confidence_head_with_markov", False)
+    if architecture in GEMMA4:
         fields |= _gemma4_fields(native)
-    return DSparkConfig(
+    return config_class(
         **fields,
-        rope_parameters=_rope(native),
+        rope_parameters=rope_parameters(native, "DeepSpec"),
         dtype=native.get("dtype") or native.get("torch_dtype"),
         target_model_type=native.get("target_model_type") or native.get("model_type"),
         share_target_embeddings=False,
@@ -92,9 +106,7 @@ def _gemma4_fields(native: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": heads or native.get("num_key_value_heads"),
         "head_dim": native.get("global_head_dim") or native.get("head_dim"),
     }
-    missing = [name for name, value in sizes.items() if value is None]
-    if missing:
-        raise ValueError(f"The DeepSpec config lacks {missing}; take config.json from the original checkpoint.")
+    check_keys(sizes, tuple(sizes), "DeepSpec")
     return sizes | {
         "hidden_act": native.get("hidden_activation") or "gelu_pytorch_tanh",
         "sandwich_norms": True,
@@ -107,28 +119,7 @@ def _gemma4_fields(native: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(native: dict[str, Any]) -> dict[str, Any]:
-    """Rotary embedding, which configs hold nested by layer type, flat, or as `rope_theta` and `rope_scaling`."""
-    rope = native.get("rope_parameters") or native.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise TypeError(f"`rope_parameters` or `rope_scaling` is {rope!r}; it must be a mapping of names to values.")
-    rope = dict(rope)
-    if isinstance(rope.get("full_attention"), dict):
-        rope = dict(rope["full_attention"])
-    rope = {name: value for name, value in rope.items() if value is not None and not isinstance(value, dict)}
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    if native.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", native["rope_theta"])
-    if "rope_theta" not in rope:
-        raise ValueError(
-            "The DeepSpec config lacks `rope_theta`, alone or inside `rope_parameters`; take config.json from the "
-            "original checkpoint."
-        )
-    return rope
-
-
-def load_deepspec(path: str | os.PathLike[str], native: dict[str, Any], **kwargs: Any) -> DSparkDrafter:
+def load_deepspec(path: str | os.PathLike[str], native: dict[str, Any], **kwargs: Any) -> Drafter:
     """Loads a DeepSpec drafter whose `config.json` is `native`; `kwargs` are those of `from_pretrained`.
 
     `save_pretrained` on the result writes this package's own format.
@@ -138,39 +129,12 @@ def load_deepspec(path: str | os.PathLike[str], native: dict[str, Any], **kwargs
         ValueError: if the config is not that of a DeepSpec drafter.
     """
     config = config_from_deepspec(native)
-    _refuse_pickle(path, kwargs)
+    refuse_pickle(path, "DeepSpec", kwargs)
     options = {**kwargs, "config": config, "use_safetensors": True, "output_loading_info": True}
-    drafter, info = DSparkDrafter.from_pretrained(path, **options)
-    unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
-        raise OSError(
-            f"The DeepSpec drafter {path!s} has {len(unexpected)} tensors that its config does not account for, among "
-            f"them {unexpected[:5]}. Check that config.json and the weights belong together."
-        )
-    loaded: DSparkDrafter = drafter
+    drafter, info = DRAFTER_CLASSES[config.model_type].from_pretrained(path, **options)
+    check_leftovers(list(info["unexpected_keys"]), path, "DeepSpec")
+    loaded: Drafter = drafter
     return loaded
-
-
-def _refuse_pickle(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
-    """Raises `OSError` where the only weights are pickled ones, which may run code when they are read."""
-    if _has_file(path, ("model.safetensors", "model.safetensors.index.json"), kwargs):
-        return
-    if _has_file(path, ("pytorch_model.bin", "pytorch_model.bin.index.json"), kwargs):
-        raise OSError(
-            f"The DeepSpec drafter {path!s} stores its weights as pickle (pytorch_model.bin), which is not loaded "
-            "because it can run code. Convert them to safetensors first."
-        )
-
-
-def _has_file(path: str | os.PathLike[str], names: tuple[str, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the checkpoint has one of several files."""
-    for name in names:
-        try:
-            find_file(path, name, kwargs)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 __all__ = ["ARCHITECTURES", "config_from_deepspec", "load_deepspec"]

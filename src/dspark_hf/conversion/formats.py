@@ -8,12 +8,24 @@ from typing import Any
 
 from transformers.utils import cached_file
 
+from ..models import DRAFTER_CLASSES
+
 DSPARK = "dspark"
 DEEPSPEC = "deepspec"
+EAGLE3 = "eagle3"
+DFLASH = "dflash"
+
+LOADED_FORMATS = {
+    DSPARK: "this package",
+    DEEPSPEC: "DeepSpec (`Qwen3DSparkModel`, `Gemma4DSparkModel`, `Qwen3Eagle3Model`, `Gemma4Eagle3Model`)",
+    EAGLE3: "EAGLE-3 and SpecForge (`LlamaForCausalLMEagle3`)",
+    DFLASH: "z-lab and SpecForge (`DFlashDraftModel`)",
+}
+"""Formats that `AutoDrafter` loads, in words."""
 
 FOREIGN_FORMATS = {
-    "eagle3": "an EAGLE-3 drafter (DeepSpec or SpecForge)",
-    "dflash": "a DFlash drafter of z-lab (`DFlashDraftModel`), whose anchor slot predicts nothing",
+    "other_eagle3": "an EAGLE-3 drafter of another architecture",
+    "other_dflash": "a DFlash drafter of another architecture",
     "specforge": "a SpecForge DSpark drafter (`DSparkDraftModel`)",
     "speculators": "a drafter of the speculators library",
     "peft": "a PEFT adapter",
@@ -57,24 +69,28 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def detect_format(config: dict[str, Any]) -> str:
-    """Name of the format of a `config.json`: `DSPARK`, `DEEPSPEC`, a key of `FOREIGN_FORMATS`, or what else it is.
+    """Name of the format of a `config.json`: a key of `LOADED_FORMATS` or `FOREIGN_FORMATS`, or what else it is.
 
     `model_type` decides only for our own format: others keep their target's.
     """
     listed = config.get("architectures")
     architectures = [str(name) for name in listed] if isinstance(listed, list) else []
-    if config.get("model_type") == "dspark":
+    if config.get("model_type") in DRAFTER_CLASSES:
         return DSPARK
     if "speculators_model_type" in config or "speculators_config" in config:
         return "speculators"
+    if "LlamaForCausalLMEagle3" in architectures:
+        return EAGLE3
+    if any(name.endswith(("DSparkModel", "Eagle3Model")) for name in architectures):
+        return DEEPSPEC
     if any("eagle3" in name.lower() for name in architectures):
-        return "eagle3"
+        return "other_eagle3"
     if "DSparkDraftModel" in architectures:
         return "specforge"
-    if "DFlashDraftModel" in architectures or "dflash_config" in config:
-        return "dflash"
-    if any(name.endswith("DSparkModel") for name in architectures):
-        return DEEPSPEC
+    if "DFlashDraftModel" in architectures:
+        return DFLASH
+    if "dflash_config" in config or any("dflash" in name.lower() for name in architectures):
+        return "other_dflash"
     if "peft_type" in config:
         return "peft"
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in architectures):
@@ -84,7 +100,7 @@ def detect_format(config: dict[str, Any]) -> str:
 
 def refuse_foreign(found: str, path: str | os.PathLike[str], model_type: str | None = None) -> ValueError:
     """The error for a checkpoint that `AutoDrafter` does not load; `model_type` is that of its config."""
-    loads = "`AutoDrafter` loads drafters of this package and of DeepSpec (`Qwen3DSparkModel`, `Gemma4DSparkModel`)."
+    loads = f"`AutoDrafter` loads drafters of {', of '.join(LOADED_FORMATS.values())}."
     if found == FULL_MODEL:
         return ValueError(
             f"{path!s} is a {model_type or 'full'} language model, not a drafter. Give a drafter that was made for it "
@@ -103,9 +119,12 @@ def refuse_foreign(found: str, path: str | os.PathLike[str], model_type: str | N
 
 __all__ = [
     "DEEPSPEC",
+    "DFLASH",
     "DSPARK",
+    "EAGLE3",
     "FOREIGN_FORMATS",
     "FULL_MODEL",
+    "LOADED_FORMATS",
     "UNKNOWN",
     "detect_format",
     "find_file",

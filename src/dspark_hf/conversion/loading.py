@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .formats import DEEPSPEC, DSPARK, FOREIGN_FORMATS, detect_format, find_file, read_json
+from .formats import FOREIGN_FORMATS, LOADED_FORMATS, detect_format, find_file, read_json
 
 
 def check_location(path: str | os.PathLike[str], argument: str) -> None:
@@ -72,7 +72,7 @@ def load_language_model(path: str | os.PathLike[str], **kwargs: Any) -> PreTrain
     check_location(path, "`target`")
     config = _peek(path)
     found = detect_format(config)
-    if found in (DSPARK, DEEPSPEC, *FOREIGN_FORMATS):
+    if found in (*LOADED_FORMATS, *FOREIGN_FORMATS):
         target = config.get("target_name_or_path")
         raise ValueError(
             f"{str(path)!r} is a drafter, not a target; `target` takes the language model that it drafts for"

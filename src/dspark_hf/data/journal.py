@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,9 +21,10 @@ class Journal:
     """Finished rows in `<output>`, failed ones in `<output>.failed.jsonl`, the recipe in `<output>.manifest.json`.
 
     Args:
-        output: the file.
+        output: the file, or, with a `suffix`, the one that it goes beside.
         manifest: what the rows are made with.
         retry_failed: whether to forget what has failed before.
+        suffix: added to the name of the file of finished rows.
 
     Attributes:
         done: rows that are finished.
@@ -34,7 +35,7 @@ class Journal:
         ValueError: if the files that are there were made otherwise, or by something else.
     """
 
-    def __init__(self, output: Path, manifest: dict[str, Any], retry_failed: bool = False) -> None:
+    def __init__(self, output: Path, manifest: dict[str, Any], retry_failed: bool = False, suffix: str = "") -> None:
         if output.is_dir():
             raise IsADirectoryError(f"`output` is {str(output)!r}, which is a folder; give a JSON Lines file.")
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -46,18 +47,22 @@ class Journal:
                 f"`output` is {str(output)!r}, which another run is writing; wait for it, or give another file."
             ) from error
         try:
-            self._open(output, manifest, retry_failed)
+            self._open(output, _beside(output, suffix), manifest, retry_failed)
         except BaseException:
             self._lock.release()
             raise
 
-    def _open(self, output: Path, manifest: dict[str, Any], retry_failed: bool) -> None:
+    def _open(self, output: Path, rows: Path, manifest: dict[str, Any], retry_failed: bool) -> None:
         failures = _beside(output, ".failed.jsonl")
-        _check_manifest(output, manifest, started=any(map(_has_content, (output, failures))))
+        _check_manifest(output, manifest, started=any(map(_has_content, (rows, failures))))
         if retry_failed:
             failures.unlink(missing_ok=True)
-        self._rows, self._failures = _File(output), _File(failures)
+        self._rows, self._failures = _File(rows), _File(failures)
         self.done, self.failed = self._rows.keys, self._failures.keys - self._rows.keys
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The lines of all finished rows, those of earlier runs included, in the order in which they were written."""
+        return self._rows.read()
 
     def add(self, parts: list[dict[str, Any]]) -> None:
         """Writes the lines of a finished row."""
@@ -74,7 +79,7 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rows.close()
-        self._failures.close()
+        self._failures.close(keep=False)
         self._lock.release()
 
 
@@ -91,6 +96,7 @@ class _File:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.keys: set[Key] = set()
         self._writes = 0
+        self._path = path
         self._file = open(path, "a+b")  # noqa: SIM115
         self._file.truncate(self._read(path))
 
@@ -117,6 +123,11 @@ class _File:
                 end = position
         return end
 
+    def read(self) -> Iterator[dict[str, Any]]:
+        """All rows, line by line."""
+        self._file.seek(0)
+        return map(json.loads, self._file)
+
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         # An `id` may be anything, half of a surrogate pair or a date.
         self._file.write(b"".join(json.dumps(row, default=str).encode() + b"\n" for row in rows))
@@ -125,9 +136,26 @@ class _File:
         if self._writes % SYNC_EVERY == 0:
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, keep: bool = True) -> None:
+        """Ends writing; without `keep` a file in which nothing is goes."""
         os.fsync(self._file.fileno())
         self._file.close()
+        if not keep and not _has_content(self._path):
+            self._path.unlink()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file so that under its name there is all of it or nothing, in a folder that is made if need be.
+
+    Raises:
+        OSError: if it cannot be written.
+        ValueError: if a number is not finite.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(path, ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
 
 
 def _beside(output: Path, suffix: str) -> Path:
@@ -142,10 +170,7 @@ def _check_manifest(output: Path, manifest: dict[str, Any], started: bool) -> No
     """Writes the manifest of a new file, and compares with that of a file that is there."""
     path = _beside(output, ".manifest.json")
     if not started:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = _beside(output, ".manifest.json.new")
-        new.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        write_json(path, manifest)
         return
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -163,4 +188,4 @@ def _check_manifest(output: Path, manifest: dict[str, Any], started: bool) -> No
         )
 
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "write_json"]

@@ -126,7 +126,7 @@ def prepare_data(
     if enable_thinking is not None and not tokenizer.chat_template:
         raise ValueError("`enable_thinking` is for a chat template, and the tokenizer has none; leave it out.")
     manifest = {
-        **_describe(config, tokenizer),
+        **describe_target(config, tokenizer),
         "prompts": _hash_prompts(prompts),
         "prompt_tokens": prompt_tokens,
         "enable_thinking": enable_thinking,
@@ -184,8 +184,8 @@ def _load(
 # --- manifest --------------------------------------------------------------------------------------------------------
 
 
-def _describe(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What makes a target's text its own."""
+def describe_target(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What makes a target's text its own: hashes of its config, tokenizer and chat template."""
     return {
         "target": config.name_or_path,
         "config": config_fingerprint(config),
@@ -290,4 +290,4 @@ def _write(outcome: Outcome, key: Key, row: dict[str, Any], journal: Journal, re
     report.first_failed.setdefault(outcome.reason, place)
 
 
-__all__ = ["PrepareReport", "config_fingerprint", "prepare_data"]
+__all__ = ["PrepareReport", "config_fingerprint", "describe_target", "prepare_data"]

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..models import DSparkDrafter
+from .acceptance import Fates
 from .scores import BINS, auroc, brier_score, chance_calibration_error, expected_calibration_error
 
 GRID = np.geomspace(0.1, 10.0, 401)
@@ -24,7 +25,7 @@ GRID = np.geomspace(0.1, 10.0, 401)
 
 
 @dataclass(frozen=True)
-class Observations:
+class Observations(Fates):
     """Rounds of drafting and verification, each of one row.
 
     Attributes:
@@ -55,18 +56,6 @@ class Observations:
         """`c_1..c_γ` (equation 7), `(n, γ)`, with one temperature per position or uncalibrated."""
         return _sigmoid(self.logits / np.asarray(1.0 if temperatures is None else temperatures))
 
-    def reached(self, position: int) -> np.ndarray:
-        """`(n,)`: whether the token at `position`, from 0, was verified and all before it survived."""
-        return (self.verified > position) & (self.survived >= position)
-
-    def was_verified(self, position: int) -> np.ndarray:
-        """`(n,)`: whether the token at `position` was verified, so that the fate of the prefix up to it is known."""
-        return self.verified > position
-
-    def survives(self, position: int) -> np.ndarray:
-        """`(n,)`: whether the token at `position` and all before it were accepted."""
-        return self.survived > position
-
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     # Written with tanh, which does not overflow.
@@ -93,22 +82,34 @@ def collect_observations(
         ValueError: if the drafter has no confidence head, or no drafted token was verified.
     """
     check_confidence_head(drafter)
-    options |= {
-        "dspark_num_draft_tokens": drafter.config.block_size,
-        "dspark_confidence_threshold": 0.0,
-        "dspark_scheduler": "none",
-    }
-    parts = []
-    with _recording(drafter):
-        for prompt_ids in prompts:
-            target.generate(input_ids=prompt_ids, assistant_model=drafter, **options)
-            parts += _observed(drafter.last_stats)
+    parts = [part for prompt_ids in prompts for part in observe(target, drafter, prompt_ids, **options)]
     if not any(part.verified.any() for part in parts):
         raise ValueError(
             "No drafted token was verified: give at least one prompt, and `max_new_tokens` of 3 or more, best of 64 "
             "or more."
         )
     return Observations.join(parts)
+
+
+def observe(
+    target: PreTrainedModel, drafter: DSparkDrafter, prompt_ids: torch.Tensor, **options: Any
+) -> list[Observations]:
+    """Observations of one `generate` call, whose arguments are those of `collect_observations`.
+
+    Args:
+        target: the target.
+        drafter: its drafter, with a confidence head.
+        prompt_ids: `(batch, length)`; padding, on the left, goes with an `attention_mask` among the options.
+        options: options of `generate`.
+    """
+    options |= {
+        "dspark_num_draft_tokens": drafter.config.block_size,
+        "dspark_confidence_threshold": 0.0,
+        "dspark_scheduler": "none",
+    }
+    with _recording(drafter):
+        target.generate(input_ids=prompt_ids, assistant_model=drafter, **options)
+    return _observed(drafter.last_stats)
 
 
 def check_confidence_head(drafter: DSparkDrafter) -> None:
@@ -270,5 +271,6 @@ __all__ = [
     "collect_observations",
     "fit_temperatures",
     "mean_over_positions",
+    "observe",
     "report",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,29 @@ import torch
 from transformers import PreTrainedModel
 
 from ..models import Drafter
+from .acceptance import Rounds
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One timed `generate` call.
+
+    Attributes:
+        ids: `(batch, n)`, the new tokens, padded after the end of a row.
+        tokens: new tokens of each row, up to and with its end.
+        seconds: from the call to its last token, the prefill included.
+        stats: `GenerationStats` of the drafter, `None` without one.
+    """
+
+    ids: torch.Tensor
+    tokens: list[int]
+    seconds: float
+    stats: Any = None
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of each row, without padding."""
+        return [row[:count] for row, count in zip(self.ids.tolist(), self.tokens, strict=True)]
 
 
 @dataclass
@@ -48,8 +71,8 @@ class Comparison:
     @property
     def accepted_length(self) -> float:
         """Mean tokens per round over all repeats, the bonus token included."""
-        rounds = [entry for stats in self.stats for entry in stats.rounds]
-        return sum(entry.emitted for entry in rounds) / sum(entry.rows for entry in rounds) if rounds else 0.0
+        rounds = Rounds.join([Rounds.of(stats) for stats in self.stats])
+        return rounds.accepted_length if len(rounds) else 0.0
 
     def origins(self) -> list[bool]:
         """For each token of `draft_ids` of a single prompt, whether it was drafted or the target's own (false)."""
@@ -86,49 +109,64 @@ def compare(
     """
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; it must be at least 1.")
-    plain: list[tuple[torch.Tensor, float]] = []
-    draft: list[tuple[torch.Tensor, float]] = []
-    stats = []
+    plain, draft = [], []
     for repeat in range(repeats):
-        plain.append(_timed(lambda: target.generate(input_ids=prompt_ids, **options), seed + repeat))
+        plain.append(timed_generate(target, prompt_ids, seed=seed + repeat, **options))
         draft.append(
-            _timed(
-                lambda: target.generate(
-                    input_ids=prompt_ids, assistant_model=drafter, **options, **(draft_options or {})
-                ),
-                seed + repeat,
-            )
+            timed_generate(target, prompt_ids, drafter, seed=seed + repeat, **{**options, **(draft_options or {})})
         )
-        stats.append(drafter.last_stats)
-    length = prompt_ids.shape[1]
-    eos = options.get("eos_token_id", target.generation_config.eos_token_id)
-    ends = set() if eos is None else set(eos if isinstance(eos, (list, tuple)) else [eos])
     return Comparison(
         prompt_ids=prompt_ids,
-        plain_ids=plain[-1][0][:, length:],
-        draft_ids=draft[-1][0][:, length:],
-        plain_seconds=[seconds for _, seconds in plain],
-        draft_seconds=[seconds for _, seconds in draft],
-        plain_tokens=[_new_tokens(ids[:, length:], ends) for ids, _ in plain],
-        draft_tokens=[_new_tokens(ids[:, length:], ends) for ids, _ in draft],
-        stats=stats,
+        plain_ids=plain[-1].ids,
+        draft_ids=draft[-1].ids,
+        plain_seconds=[run.seconds for run in plain],
+        draft_seconds=[run.seconds for run in draft],
+        plain_tokens=[sum(run.tokens) for run in plain],
+        draft_tokens=[sum(run.tokens) for run in draft],
+        stats=[run.stats for run in draft],
     )
 
 
-def _new_tokens(ids: torch.Tensor, ends: set[int]) -> int:
-    """Tokens of `ids (batch, n)` up to and with each row's end of sequence."""
-    return sum(next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in ids.tolist())
+def timed_generate(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, drafter: Drafter | None = None, *, seed: int = 0, **options: Any
+) -> TimedRun:
+    """Generates once and takes the time.
 
-
-def _timed(generate: Callable[[], torch.Tensor], seed: int) -> tuple[torch.Tensor, float]:
+    Args:
+        target: the target.
+        prompt_ids: `(batch, length)`; padding, on the left, goes with an `attention_mask` among the options.
+        drafter: its drafter; plain `generate` without one.
+        seed: of sampling.
+        options: options of `generate`.
+    """
+    if drafter is not None:
+        options["assistant_model"] = drafter
     torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _wait_for_device()
     start = time.perf_counter()
-    ids = generate()
+    sequences = target.generate(input_ids=prompt_ids, **options)
+    _wait_for_device()
+    seconds = time.perf_counter() - start
+    ids = sequences[:, prompt_ids.shape[1] :]
+    return TimedRun(
+        ids, _new_tokens(ids, _ends(target, options)), seconds, drafter.last_stats if drafter is not None else None
+    )
+
+
+def _wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return ids, time.perf_counter() - start
+
+
+def _ends(target: PreTrainedModel, options: dict[str, Any]) -> set[int]:
+    """Tokens that end a text."""
+    eos = options.get("eos_token_id", target.generation_config.eos_token_id)
+    return set() if eos is None else set(eos if isinstance(eos, (list, tuple)) else [eos])
+
+
+def _new_tokens(ids: torch.Tensor, ends: set[int]) -> list[int]:
+    """Tokens of each row of `ids (batch, n)`, up to and with its end of sequence."""
+    return [next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in ids.tolist()]
 
 
 def repeated_share(ids: Iterable[int], n: int = 8) -> float:
@@ -138,4 +176,4 @@ def repeated_share(ids: Iterable[int], n: int = 8) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-__all__ = ["Comparison", "compare", "repeated_share"]
+__all__ = ["Comparison", "TimedRun", "compare", "repeated_share", "timed_generate"]

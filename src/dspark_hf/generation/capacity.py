@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import _compat
-from ..models import DSparkDrafter
+from ..models import Drafter
 from .scheduling import CapacityCurve
 from .stats import RoundStats, Stopwatch
 from .target import TargetSession
@@ -328,7 +328,7 @@ def target_identity(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def drafter_identity(drafter: DSparkDrafter) -> dict[str, Any]:
+def drafter_identity(drafter: Drafter) -> dict[str, Any]:
     """What the times of a drafter depend on, apart from its target and the machine."""
     config, _ = _read_config(drafter)
     return {"config": config, "dtype": str(drafter.dtype).removeprefix("torch."), "device": drafter.device.type}
@@ -404,7 +404,7 @@ def save_profile(profile: CapacityProfile, target: PreTrainedModel) -> Path:
     return path
 
 
-def find_profile(target: PreTrainedModel, drafter: DSparkDrafter | None = None) -> CapacityProfile | None:
+def find_profile(target: PreTrainedModel, drafter: Drafter | None = None) -> CapacityProfile | None:
     """The saved profile that was measured on what `target` is and where it is now, if there is one.
 
     Its draft part is there only if it belongs to `drafter`. Files are read again only where they have changed, and
@@ -449,7 +449,7 @@ def _read(path: Path, version: _Version) -> tuple[CapacityProfile, CapacityProfi
 
 def measure_capacity(
     target: PreTrainedModel,
-    drafter: DSparkDrafter | None = None,
+    drafter: Drafter | None = None,
     *,
     max_rows: int = 8,
     lengths: int | None = None,
@@ -622,7 +622,7 @@ def _verify_seconds(
 
 def _round_seconds(
     target: PreTrainedModel,
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     prompts: torch.Tensor,
     counts: tuple[int, ...],
     repeats: int,
@@ -647,14 +647,14 @@ def _round_seconds(
     return [max(plain, _LEAST_SECONDS), *(max(time - plain, _LEAST_SECONDS) for time in drafting)]
 
 
-def _as_trained(prompts: torch.Tensor, drafter: DSparkDrafter) -> torch.Tensor:
+def _as_trained(prompts: torch.Tensor, drafter: Drafter) -> torch.Tensor:
     """`prompts (rows, context)` that end as chats did in the drafter's training, else decoding warns about them."""
     ending = prompts.new_tensor(drafter.config.generation_prompt_ids or [])[: prompts.shape[1]]
     return torch.cat([prompts[:, len(ending) :], ending.expand(len(prompts), -1)], dim=1)
 
 
 def _seconds_without_verifying(
-    target: PreTrainedModel, drafter: DSparkDrafter, prompts: torch.Tensor, count: int
+    target: PreTrainedModel, drafter: Drafter, prompts: torch.Tensor, count: int
 ) -> list[float]:
     """Seconds of the rounds of one call in which every row drafted `count` tokens, less those of the verification."""
     from .schedulers import Plain  # which look profiles up in this module

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -22,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .. import _compat
-from ..models import DSparkDrafter
-from .drafting import DraftSession, NoDrafts, Proposal
+from ..models import Drafter
+from .drafting import NoDrafts, Proposal, draft_session
 from .processing import RowProcessors, ScoreProcessors, check_processors
 from .record import Record
 from .rows import Rows, TextRows
@@ -49,7 +50,7 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     streamer: BaseStreamer | None = None,
     options: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
@@ -74,6 +75,7 @@ def speculative_decode(
         ValueError: for a drafter of another target, or options under which the output would not be the target's.
     """
     check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
+    check_prompt(drafter, model_kwargs)
     drafter.bind_target(target)
     warn_on_other_template(input_ids, drafter)
     settings = resolve_settings(drafter, generation_config, options)
@@ -122,6 +124,15 @@ def check_call(
     check_rope(target, input_ids, generation_config, model_kwargs, joins)
 
 
+def check_prompt(drafter: Drafter, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a prompt that `drafter` cannot read."""
+    if drafter.is_recurrent and model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            f"The prompt is given as `inputs_embeds`, and a {type(drafter).__name__} reads the ids of its tokens. "
+            "Give `input_ids`, draft with a `DSparkDrafter`, or call `generate` without `assistant_model`."
+        )
+
+
 def check_rope(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -157,7 +168,7 @@ def check_beams(generation_config: GenerationConfig) -> None:
         )
 
 
-def warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> None:
+def warn_on_other_template(input_ids: torch.Tensor, drafter: Drafter) -> None:
     """Says once that a prompt does not end as the chats did that the drafter was trained on."""
     expected = drafter.config.generation_prompt_ids
     if not expected or input_ids.shape[1] == 0:
@@ -172,7 +183,7 @@ def warn_on_other_template(input_ids: torch.Tensor, drafter: DSparkDrafter) -> N
         )
 
 
-def warn_on_collapse(stats: GenerationStats, drafter: DSparkDrafter) -> None:
+def warn_on_collapse(stats: GenerationStats, drafter: Drafter) -> None:
     """Says once that hardly any drafted token was kept."""
     drafting = [entry for entry in stats.rounds if entry.verified > 0]
     if len(drafting) < COLLAPSE_ROUNDS:
@@ -206,7 +217,7 @@ class DecodingLoop:
     def __init__(
         self,
         session: TargetSession,
-        drafter: DSparkDrafter | None,
+        drafter: Drafter | None,
         rows: TextRows,
         processors: ScoreProcessors,
         settings: DecodingSettings,
@@ -223,7 +234,7 @@ class DecodingLoop:
         self.drafts = (
             NoDrafts(self.device, settings.do_sample)
             if drafter is None
-            else DraftSession(drafter, processors, settings.do_sample, wants_confidences)
+            else draft_session(drafter, processors, settings.do_sample, wants_confidences)
         )
         self.active: list[int] = []
         self.stats = GenerationStats(batch=rows.batch)
@@ -249,7 +260,10 @@ class DecodingLoop:
         verdict = self._judge(self.drafts.nothing(len(self.active)), [0] * len(self.active), scores)
         self.record.add_prompt(output, raw, scores)
         self.rows.append(self.active, verdict.next_ids[:, None].tolist())
-        self.drafts.add_context(output.states, output.positions)
+        # The last ids are those that were run; embeddings have none.
+        inputs = output.states.shape[1]
+        ids = input_ids[:, -inputs:]
+        self.drafts.add_context(output.states, output.positions, pad(ids, (inputs - ids.shape[1], 0)))
         self._go_on([0] * len(self.active))
 
     def round(self) -> None:
@@ -262,9 +276,8 @@ class DecodingLoop:
         lengths = [len(tokens) for tokens in drafts]
         proposal = draft.first(max(lengths))
         marks.append(self.clock.now())
-        output = self.session.verify(
-            torch.cat([self.rows.last_ids(active)[:, None], proposal.ids.to(self.device)], dim=1)
-        )
+        inputs = torch.cat([self.rows.last_ids(active)[:, None], proposal.ids.to(self.device)], dim=1)
+        output = self.session.verify(inputs)
         marks.append(self.clock.now())
         self.processors.begin()
         raw, scores = self._process(output, drafts)
@@ -276,7 +289,7 @@ class DecodingLoop:
         self.record.add(active, output, raw, scores, [len(new) for new in tokens])
         emitted = self.rows.append(active, tokens)
         self.processors.commit(active, before)
-        self._add_context(output, emitted)
+        self._add_context(output, inputs, emitted)
         self._go_on([output.states.shape[1] - count for count in emitted])
         self.scheduler.record(active, max(anchors), draft.ids.shape[1], max(lengths), sum(emitted))
         marks.append(self.clock.now())
@@ -352,14 +365,14 @@ class DecodingLoop:
         target_probs = torch.softmax(scores, dim=-1)
         return verify_sampled(ids, proposal.probs.to(self.device), target_probs, lengths=counts)
 
-    def _add_context(self, output: TargetOutput, emitted: list[int]) -> None:
+    def _add_context(self, output: TargetOutput, inputs: torch.Tensor, emitted: list[int]) -> None:
         """Gives the drafter the states of what each row keeps of the verified tokens."""
         longest = max(emitted)
         positions = output.positions[:, :longest]
         if min(emitted) < longest:
             counts = torch.tensor(emitted, device=positions.device)
             positions = positions.masked_fill(torch.arange(longest, device=positions.device) >= counts[:, None], -1)
-        self.drafts.add_context(output.states[:, :longest], positions)
+        self.drafts.add_context(output.states[:, :longest], positions, inputs[:, :longest])
 
     def _go_on(self, rejected: list[int]) -> None:
         """Rolls the caches back and lets rows that have ended leave the batch."""

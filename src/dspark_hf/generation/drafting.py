@@ -1,4 +1,4 @@
-"""Drafting: one parallel pass over the block, then one token after the other through the sequential head.
+"""Drafting: token by token, from one parallel pass over the block or from a recurrent drafter's own steps.
 
 Shape symbols: `batch` rows that still generate, `k` drafted tokens, `new` context positions since the last draft, `m`
 captured layers, `d` the hidden size, `vocab`.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
 from .. import _compat
-from ..models import DSparkDrafter
+from ..models import Drafter, DSparkDrafter, RecurrentDrafter
 from .inference import ForwardMode, forward_mode, is_altered
 from .processing import ScoreProcessors
 from .verification import draw
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 GoesOn = Callable[[list[float]], bool]
 """Says whether the next token is worth drafting, given its confidence in each row; asked once for each, in order."""
+
+CONTEXT_PIECE = 1024
+"""Positions of the context that a recurrent drafter reads at a time, so that masks over long prompts stay small."""
 
 
 @dataclass
@@ -62,10 +66,13 @@ class NoDrafts:
     def __init__(self, device: torch.device, do_sample: bool) -> None:
         self.device, self.do_sample = device, do_sample
 
-    def add_context(self, states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Takes captured target states `(batch, new, m * d)` at `positions (batch, new)`, -1 where there is no text.
+    def add_context(self, states: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
+        """Takes what the target has read: every accepted position once, in order, also in rounds without a draft.
 
-        Every accepted position must pass here once, in order, also those of rounds without a draft.
+        Args:
+            states: `(batch, new, m * d)`, captured target states.
+            positions: `(batch, new)`, text positions, -1 where there is no text.
+            ids: `(batch, new)`, the tokens at these positions; for recurrent drafters.
         """
 
     def keep(self, rows: list[int]) -> None:
@@ -83,7 +90,8 @@ class NoDrafts:
             active: the rows.
             anchor_ids: see above.
             count: most tokens to draft, at least 1.
-            goes_on: ends the draft before a token, but not before the first. The drafter must have a confidence head.
+            goes_on: ends the draft before a token, but not before the first. Without a confidence head it is asked in
+                sessions that want confidences only.
         """
         return self.nothing(len(active))
 
@@ -94,9 +102,33 @@ class NoDrafts:
         return Proposal(torch.empty(batch, 0, dtype=torch.long, device=self.device), probs)
 
 
-class DraftSession(NoDrafts):
-    """Drafts for a batch of rows, keeping the drafter's view of their context up to date.
+class Steps(Protocol):
+    """One draft on its way, position by position."""
 
+    def take(self, previous_ids: torch.Tensor) -> None:
+        """Goes on to the next position, the first at first, behind the tokens `previous_ids (batch,)`."""
+
+    def logits(self) -> torch.Tensor:
+        """Draft logits `(batch, vocab)` of the position."""
+
+    def next_confidences(self) -> list[float] | None:
+        """What a confidence head says of the position in each row, before its token is drawn; `None` without one."""
+
+    def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A confidence head's raw logits and calibrated confidences of all positions, `(batch, k)`; `None` without.
+
+        Args:
+            previous_ids: `(batch, k)`, the token before each position.
+        """
+
+    def end(self) -> None:
+        """After the last position."""
+
+
+class DraftSession(NoDrafts):
+    """Drafts for a batch of rows, keeping the drafter's view of their context up to date; made by `draft_session`.
+
+    What the kinds of drafters do differently is how they start a draft and go on with it (`_begin`, `Steps`).
     The drafter's cache holds each row's context at its right end, with padding before it.
 
     Args:
@@ -107,7 +139,7 @@ class DraftSession(NoDrafts):
     """
 
     def __init__(
-        self, drafter: DSparkDrafter, processors: ScoreProcessors, do_sample: bool, wants_confidences: bool = False
+        self, drafter: Drafter, processors: ScoreProcessors, do_sample: bool, wants_confidences: bool = False
     ) -> None:
         super().__init__(drafter.device, do_sample)
         self.drafter = drafter
@@ -121,41 +153,50 @@ class DraftSession(NoDrafts):
         self._positions: torch.Tensor | None = None
         self._new_states: list[torch.Tensor] = []
         self._new_positions: list[torch.Tensor] = []
+        self._new_ids: list[torch.Tensor] = []
 
-    def add_context(self, states: torch.Tensor, positions: torch.Tensor) -> None:
+    def add_context(self, states: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
         self._new_states.append(states)
         self._new_positions.append(positions)
+        self._new_ids.append(ids)
 
     def keep(self, rows: list[int]) -> None:
         self._new_states = [states[rows] for states in self._new_states]
         self._new_positions = [positions[rows] for positions in self._new_positions]
+        self._new_ids = [ids[rows] for ids in self._new_ids]
         self.cache.batch_select_indices(torch.tensor(rows, device=self.drafter.device))
         if self._positions is not None:
             self._positions = self._positions[rows]
 
     def join(self, other: Self) -> None:
         pending = [self._pending(), other._pending()]
-        width = max(positions.shape[1] for _, positions in pending)
-        pads = [(width - positions.shape[1], 0) for _, positions in pending]
-        self._new_states = [
-            torch.cat([pad(states, (0, 0, *left)) for (states, _), left in zip(pending, pads, strict=True)])
-        ]
-        self._new_positions = [
-            torch.cat([pad(positions, left, value=-1) for (_, positions), left in zip(pending, pads, strict=True)])
-        ]
+        width = max(positions.shape[1] for _, positions, _ in pending)
+        padded = []
+        for states, positions, ids in pending:
+            left = (width - positions.shape[1], 0)
+            padded.append((pad(states, (0, 0, *left)), pad(positions, left, value=-1), pad(ids, left)))
+        self._new_states, self._new_positions, self._new_ids = (
+            [torch.cat(parts)] for parts in zip(*padded, strict=True)
+        )
         if self._positions is not None:
             rows = len(self._new_positions[0]) - len(self._positions)
             self._positions = pad(self._positions, (0, 0, 0, rows), value=-1)
             _compat.add_cache_rows(self.cache, rows)
 
-    def _pending(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """States and positions that are not in the cache yet, without columns that are padding in all rows.
+    def _pending(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States, positions and ids that are not in the cache yet, each row's at its right end.
 
-        While nothing is drafted, rows that have left would leave ever more of these behind.
+        Columns that are padding in all rows are left out: while nothing is drafted, rows that have left would leave
+        ever more of these behind.
         """
         states, positions = torch.cat(self._new_states, dim=1), torch.cat(self._new_positions, dim=1)
+        ids = torch.cat(self._new_ids, dim=1)
         columns = _text_columns(positions)
-        return states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])), positions.gather(1, columns)
+        return (
+            states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])),
+            positions.gather(1, columns),
+            ids.gather(1, columns.to(ids.device)),
+        )
 
     def draft(
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
@@ -164,75 +205,49 @@ class DraftSession(NoDrafts):
             return self._draft(active, anchor_ids, count, goes_on)
 
     def _draft(self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None) -> Proposal:
-        hidden, base_logits = self._parallel_stage(anchor_ids[:, None])
-        ids, state = [anchor_ids.to(hidden.device)], None
+        steps = self._begin(anchor_ids)
+        ids = [anchor_ids.to(self.drafter.device)]
         probs: list[torch.Tensor] = []
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         asked: list[list[float]] = []
         for position in range(count):
-            own, embedding = hidden[:, position], self.drafter.embed_previous(ids[-1])
-            if goes_on is not None:
-                asked.append(self._next_confidences(own, embedding, position))
-                if not goes_on(asked[-1]) and position:
+            steps.take(ids[-1])
+            known = steps.next_confidences() if goes_on is not None else None
+            if goes_on is not None and known is not None:
+                asked.append(known)
+                if not goes_on(known) and position:
                     break
-            logits, state = self.drafter.draft_step(base_logits[:, position], own, embedding, state)
+            logits = steps.logits()
             if position and self.processors.needs_ids:
                 for draft, token in zip(drafts, ids[-1].tolist(), strict=True):
                     draft.append(token)
             next_ids, next_probs = self._choose(active, drafts, logits)
+            if goes_on is not None and known is None and next_probs is not None:
+                # Known with the distribution. The token drawn from it has no say, and goes where the draft ends.
+                asked.append(next_probs.amax(dim=-1).nan_to_num().tolist())
+                if not goes_on(asked[-1]) and position:
+                    break
             ids.append(next_ids)
             if next_probs is not None:
                 probs.append(next_probs)
+        steps.end()
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
-        if goes_on is not None:
+        if asked:
             proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T
         elif self.wants_confidences:
-            proposal.confidence_logits, proposal.confidences = self._confidences(
-                hidden[:, :count], path[:, :-1], probs
-            )
+            predicted = steps.confidences(path[:, :-1])
+            if predicted is None:
+                confidences = torch.stack([each.amax(dim=-1) for each in probs], dim=1)
+            else:
+                proposal.confidence_logits, confidences = predicted
+            proposal.confidences = confidences.nan_to_num().cpu()
         return proposal
 
-    def _next_confidences(self, hidden: torch.Tensor, embedding: torch.Tensor | None, position: int) -> list[float]:
-        """Confidence of one token of each row, before it is drawn; `hidden (batch, d)`, `embedding (batch, r)`."""
-        logits = self.drafter.confidence_logits(hidden, embedding)
-        temperatures = self.drafter.config.confidence_temperatures
-        divisor = 2.0 * (1.0 if temperatures is None else temperatures[position])
-        # Written with tanh, which does not overflow. Where the logits are NaN nothing is expected to survive.
-        sigmoids = [0.5 + 0.5 * math.tanh(logit / divisor) for logit in ([] if logits is None else logits.tolist())]
-        return [0.0 if math.isnan(each) else each for each in sigmoids]
-
-    def _confidences(
-        self, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Raw logits, `None` without a head, and confidences on the CPU, both `(batch, k)`; see `Proposal`."""
-        logits = self.drafter.confidence_logits(hidden, self.drafter.embed_previous(previous_ids))
-        confidences = (
-            torch.stack([each.amax(dim=-1) for each in probs], dim=1)
-            if logits is None
-            else self.drafter.confidence_probs(logits)
-        )
-        return logits, confidences.nan_to_num().cpu()
-
-    def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
-        states = torch.cat(self._new_states, dim=1)
-        new = torch.cat(self._new_positions, dim=1)
-        self._new_states, self._new_positions = [], []
-        context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
-        steps = torch.arange(1, self.drafter.config.block_size + 1, device=new.device)
-        block = context.amax(dim=1, keepdim=True) + steps
-        has_padding = bool((context < 0).any())
-        output = self.drafter(
-            self.drafter.block_input_ids(anchor_ids),
-            states,
-            torch.cat([new.clamp(min=0), block], dim=1),
-            attention_mask=self.drafter.block_masks(context, block) if has_padding else None,
-            cache=self.cache,
-        )
-        self._positions = self._without_gaps(context) if has_padding else context
-        return output.last_hidden_state, output.logits
+    def _begin(self, anchor_ids: torch.Tensor) -> Steps:
+        """A new draft after the anchors `(batch,)`, for which the cache takes in the pending context."""
+        raise NotImplementedError
 
     def _without_gaps(self, positions: torch.Tensor) -> torch.Tensor:
         """Moves padding among the cache's columns to the left and drops what is padding in all rows."""
@@ -261,6 +276,161 @@ class DraftSession(NoDrafts):
         return draw(probs), probs
 
 
+class ParallelSession(DraftSession):
+    """Drafts with a `DSparkDrafter`: one parallel pass, then one token after the other through the sequential head."""
+
+    drafter: DSparkDrafter
+
+    def _begin(self, anchor_ids: torch.Tensor) -> Steps:
+        return ParallelSteps(self.drafter, *self._parallel_stage(anchor_ids[:, None]))
+
+    def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
+        states = torch.cat(self._new_states, dim=1)
+        new = torch.cat(self._new_positions, dim=1)
+        self._new_states, self._new_positions, self._new_ids = [], [], []
+        context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
+        steps = torch.arange(1, self.drafter.config.block_width + 1, device=new.device)
+        block = context.amax(dim=1, keepdim=True) + steps
+        has_padding = bool((context < 0).any())
+        output = self.drafter(
+            self.drafter.block_input_ids(anchor_ids),
+            states,
+            torch.cat([new.clamp(min=0), block], dim=1),
+            attention_mask=self.drafter.block_masks(context, block) if has_padding else None,
+            cache=self.cache,
+        )
+        self._positions = self._without_gaps(context) if has_padding else context
+        return output.last_hidden_state, output.logits
+
+
+class ParallelSteps:
+    """A draft from the hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` of one pass."""
+
+    def __init__(self, drafter: DSparkDrafter, hidden: torch.Tensor, base_logits: torch.Tensor) -> None:
+        self.drafter, self.hidden, self.base_logits = drafter, hidden, base_logits
+        self.position = -1
+        self.embedding: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+
+    def take(self, previous_ids: torch.Tensor) -> None:
+        self.position += 1
+        self.embedding = self.drafter.embed_previous(previous_ids)
+
+    def logits(self) -> torch.Tensor:
+        own = self.hidden[:, self.position]
+        logits, self.state = self.drafter.draft_step(
+            self.base_logits[:, self.position], own, self.embedding, self.state
+        )
+        return logits
+
+    def next_confidences(self) -> list[float] | None:
+        logits = self.drafter.confidence_logits(self.hidden[:, self.position], self.embedding)
+        if logits is None:
+            return None
+        temperatures = self.drafter.config.confidence_temperatures
+        divisor = 2.0 * (1.0 if temperatures is None else temperatures[self.position])
+        # Written with tanh, which does not overflow. Where the logits are NaN nothing is expected to survive.
+        sigmoids = [0.5 + 0.5 * math.tanh(logit / divisor) for logit in logits.tolist()]
+        return [0.0 if math.isnan(each) else each for each in sigmoids]
+
+    def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        hidden = self.hidden[:, : previous_ids.shape[1]]
+        logits = self.drafter.confidence_logits(hidden, self.drafter.embed_previous(previous_ids))
+        return None if logits is None else (logits, self.drafter.confidence_probs(logits))
+
+    def end(self) -> None:
+        pass
+
+
+class RecurrentSession(DraftSession):
+    """Drafts with a `RecurrentDrafter`, whose cache holds a pair of state and next token for each context position."""
+
+    drafter: RecurrentDrafter
+
+    def _begin(self, anchor_ids: torch.Tensor) -> Steps:
+        states, new, ids = self._pending()
+        self._new_states, self._new_positions, self._new_ids = [], [], []
+        new, anchor_ids = new.to(self.drafter.device), anchor_ids.to(self.drafter.device)
+        # Each row's text is at the right end, so its anchor follows the last column.
+        following = torch.cat([ids[:, 1:].to(anchor_ids.device), anchor_ids[:, None]], dim=1)
+        context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
+        has_padding = bool((context < 0).any())
+        cached, length = context.shape[1] - new.shape[1], new.shape[1]
+        for start in range(0, length, CONTEXT_PIECE):
+            piece = slice(start, min(start + CONTEXT_PIECE, length))
+            logits, features = self.drafter.advance(
+                following[:, piece],
+                self.drafter.fuse(states[:, piece]),
+                new[:, piece].clamp(min=0),
+                self.drafter.causal_masks(context[:, : cached + piece.stop], new[:, piece])
+                if has_padding or length > 1
+                else None,
+                self.cache,
+            )
+        self._positions = self._without_gaps(context) if has_padding else context
+        return RecurrentSteps(self.drafter, self.cache, self._positions, has_padding, logits, features)
+
+
+class RecurrentSteps:
+    """A draft that a recurrent drafter makes step by step, with what it has cached removed at the end.
+
+    Args:
+        drafter: the drafter.
+        cache: its cache, which holds the context.
+        positions: `(batch, columns)`, text positions of the cache's columns, -1 for padding.
+        has_padding: whether there may be padding among them.
+        logits: `(batch, vocab)`, of the first position.
+        features: `(batch, 1, d)`, what the first position leaves to the second.
+    """
+
+    def __init__(
+        self,
+        drafter: RecurrentDrafter,
+        cache: Cache,
+        positions: torch.Tensor,
+        has_padding: bool,
+        logits: torch.Tensor,
+        features: torch.Tensor,
+    ) -> None:
+        self.drafter, self.cache, self.positions, self.has_padding = drafter, cache, positions, has_padding
+        self.step = -1
+        self._logits, self._features = logits, features
+
+    def take(self, previous_ids: torch.Tensor) -> None:
+        self.step += 1
+        if self.step == 0:
+            return
+        # The pair with a drafted token stands at the position before it.
+        position = self.positions[:, -1:] + 1
+        self.positions = torch.cat([self.positions, position], dim=1)
+        masks = self.drafter.causal_masks(self.positions, position) if self.has_padding else None
+        self._logits, self._features = self.drafter.advance(
+            previous_ids[:, None], self._features, position, masks, self.cache
+        )
+
+    def logits(self) -> torch.Tensor:
+        return self._logits
+
+    def next_confidences(self) -> list[float] | None:
+        return None
+
+    def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+    def end(self) -> None:
+        if self.step > 0:
+            self.cache.crop(-self.step)
+
+
+def draft_session(
+    drafter: Drafter, processors: ScoreProcessors, do_sample: bool, wants_confidences: bool = False
+) -> DraftSession:
+    """A session of the kind that `drafter` needs; arguments as for `DraftSession`."""
+    kind = RecurrentSession if drafter.is_recurrent else ParallelSession
+    return kind(drafter, processors, do_sample, wants_confidences)
+
+
 def _text_columns(positions: torch.Tensor) -> torch.Tensor:
     """Order of the columns of `positions (batch, n)` with padding (-1) first, without what is padding in all rows."""
     is_text = positions >= 0
@@ -268,4 +438,4 @@ def _text_columns(positions: torch.Tensor) -> torch.Tensor:
     return is_text.to(torch.int8).argsort(dim=1, stable=True)[:, -longest:]
 
 
-__all__ = ["DraftSession", "NoDrafts", "Proposal"]
+__all__ = ["DraftSession", "NoDrafts", "Proposal", "draft_session"]

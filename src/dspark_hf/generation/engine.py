@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from .. import _compat
-from ..models import DSparkDrafter, without_adapters
+from ..models import Drafter, without_adapters
 from .decoding import DecodingLoop, check_call, warn_on_collapse, warn_on_other_template
 from .drafting import Proposal
 from .hook import check_options
@@ -327,7 +327,7 @@ class SpeculativeEngine:
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: DSparkDrafter | None,
+        drafter: Drafter | None,
         max_batch: int = 8,
         max_queue: int = 64,
         threaded: bool = True,
@@ -583,7 +583,7 @@ def _at_least_one(name: str, value: int) -> int:
 
 
 def _resolve(
-    target: PreTrainedModel, drafter: DSparkDrafter | None, choices: dict[str, Any]
+    target: PreTrainedModel, drafter: Drafter | None, choices: dict[str, Any]
 ) -> tuple[DecodingSettings, Scheduler]:
     """Settings and scheduler of an engine, whose drafter is bound to the target."""
     if drafter is None:
@@ -591,8 +591,10 @@ def _resolve(
             if value is not None:
                 raise ValueError(f"`{name}` is {value!r}, but without a drafter nothing is drafted. Leave it out.")
         return DecodingSettings(0, 0.0, None, None, do_sample=False), Plain()
-    if not isinstance(drafter, DSparkDrafter):
-        raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a `DSparkDrafter`, or `None`.")
+    if not isinstance(drafter, Drafter):
+        raise TypeError(
+            f"`drafter` is a {type(drafter).__name__}; give a drafter, such as a `DSparkDrafter`, or `None`."
+        )
     drafter.bind_target(target)
     settings = resolve_settings(drafter, target.generation_config, choices)
     return settings, resolve_scheduler(settings.scheduler, target, drafter, settings.is_limited)

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from .. import _compat
-from ..models import DSparkDrafter, without_adapters
+from ..models import Drafter, without_adapters
 from .decoding import check_beams, speculative_decode
 from .schedulers import Scheduler
 from .settings import GENERATION_OPTIONS
@@ -76,7 +76,7 @@ def _check_assistant(assistant: Any) -> None:
         )
 
 
-def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> DSparkDrafter | None:
+def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> Drafter | None:
     """The assistant, if it is a drafter and the user asked for no other kind of assistance; else `None`."""
     other = (
         getattr(generation_config, "assistant_early_exit", None) is not None
@@ -84,7 +84,7 @@ def _our_drafter(assistant: Any, generation_config: GenerationConfig) -> DSparkD
         or bool(getattr(generation_config, "use_mtp", False))
     )
     drafter = without_adapters(assistant)
-    return drafter if isinstance(drafter, DSparkDrafter) and not other else None
+    return drafter if isinstance(drafter, Drafter) and not other else None
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_generation_mode
 
 
-def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | GenerateDecoderOnlyOutput]:
+def custom_generate(drafter: Drafter) -> Callable[..., torch.Tensor | GenerateDecoderOnlyOutput]:
     """A decoding method bound to `drafter`, for `target.generate(**inputs, custom_generate=...)`.
 
     It takes the `dspark_*` options like `generate(assistant_model=drafter)`. Transformers does not hand a streamer to
@@ -146,8 +146,8 @@ def custom_generate(drafter: DSparkDrafter) -> Callable[..., torch.Tensor | Gene
         TypeError: if `drafter` is not a drafter.
     """
     drafter = without_adapters(drafter)
-    if not isinstance(drafter, DSparkDrafter):
-        raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a `DSparkDrafter`.")
+    if not isinstance(drafter, Drafter):
+        raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a drafter, such as a `DSparkDrafter`.")
 
     def decode(
         model: PreTrainedModel,

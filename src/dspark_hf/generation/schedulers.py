@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..models import DSparkDrafter
+from ..models import Drafter
 from .capacity import CapacityProfile, find_profile
 from .drafting import GoesOn
 from .scheduling import (
@@ -58,7 +58,10 @@ class Scheduler:
         return True
 
     def goes_on(self, rows: Sequence[int], context: int) -> GoesOn | None:
-        """What says during a draft whether to draft a further token; `None` for all. Where it is not asked all are."""
+        """What says during a draft whether to draft a further token; `None` for all. Where it is not asked all are.
+
+        Without a confidence head it is asked only if `needs_confidences`.
+        """
         return None
 
     def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
@@ -359,12 +362,13 @@ SCHEDULERS: dict[str, type[_Profiled]] = {
 SCHEDULER_NAMES = ("auto", *SCHEDULERS, "none")
 
 
-def resolve_scheduler(choice: Any, target: PreTrainedModel, drafter: DSparkDrafter, limited: bool) -> Scheduler:
+def resolve_scheduler(choice: Any, target: PreTrainedModel, drafter: Drafter, limited: bool) -> Scheduler:
     """The scheduler that `dspark_scheduler` names.
 
     `auto` is `hardware` where it can be: for a calibrated drafter, with a profile of this target and drafter on this
     device (`dspark calibrate`, `dspark profile`), unless the call says itself how much to verify (`limited`, by a
-    threshold or a budget). Elsewhere everything that is drafted is verified.
+    threshold or a budget). Elsewhere everything that is drafted is verified. So it is, too, for drafters without a
+    confidence head, as recurrent ones are (EAGLE-3, MTP): the schedulers with a name need calibrated confidences.
 
     Raises:
         ValueError: for an unknown name, or a scheduler that lacks what it needs.
@@ -377,12 +381,12 @@ def resolve_scheduler(choice: Any, target: PreTrainedModel, drafter: DSparkDraft
     name = "auto" if choice is None else choice
     if name not in SCHEDULER_NAMES:
         raise ValueError(f"`dspark_scheduler` is {name!r}; give one of {list(SCHEDULER_NAMES)}, or a `Scheduler`.")
-    if name == "none" or (name == "auto" and (limited or drafter.config.confidence_temperatures is None)):
+    if name == "none" or (name == "auto" and (limited or not drafter.is_calibrated)):
         return Scheduler()
     if drafter.confidence_head is None:
         raise ValueError(
-            f"`dspark_scheduler` is {name!r}, but this drafter has no confidence head (`enable_confidence_head` is "
-            "false in its config); give `dspark_num_draft_tokens` or `dspark_verify_budget` instead."
+            f"`dspark_scheduler` is {name!r}, but this drafter has no confidence head; give `dspark_num_draft_tokens` "
+            "or `dspark_verify_budget` instead."
         )
     try:
         profile = find_profile(target, drafter)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..models import DSparkDrafter
+from ..models import Drafter
 
 logger = logging.get_logger(__name__)
 
@@ -46,7 +46,7 @@ class DecodingSettings:
 
 
 def resolve_settings(
-    drafter: DSparkDrafter, generation_config: GenerationConfig, options: Mapping[str, Any] | None = None
+    drafter: Drafter, generation_config: GenerationConfig, options: Mapping[str, Any] | None = None
 ) -> DecodingSettings:
     """Settings from a call's own `options`, else from `generation_config`, else the drafter's defaults.
 
@@ -75,7 +75,7 @@ def resolve_settings(
     )
 
 
-def _draft_tokens(drafter: DSparkDrafter, explicit: int | None, cap: int | None) -> int:
+def _draft_tokens(drafter: Drafter, explicit: int | None, cap: int | None) -> int:
     gamma = drafter.config.block_size
     if explicit is not None:
         if isinstance(explicit, bool) or not isinstance(explicit, int):
@@ -110,7 +110,7 @@ def _budget(budget: int | None) -> int | None:
     return budget
 
 
-def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:
+def _threshold(drafter: Drafter, threshold: float | None) -> float:
     if threshold is None:
         return 0.0
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
@@ -121,8 +121,8 @@ def _threshold(drafter: DSparkDrafter, threshold: float | None) -> float:
         raise ValueError(f"`dspark_confidence_threshold` is {threshold}; it is a probability, from 0 to 1.")
     if drafter.confidence_head is None:
         logger.warning_once(
-            f"`dspark_confidence_threshold` is {threshold}, but this drafter has no confidence head "
-            "(`enable_confidence_head` is false in its config): every drafted token is verified."
+            f"`dspark_confidence_threshold` is {threshold}, but this drafter has no confidence head: every drafted "
+            "token is verified."
         )
         return 0.0
     return float(threshold)

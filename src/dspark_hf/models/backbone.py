@@ -1,9 +1,10 @@
-"""Layers of the parallel backbone (equation 3 of the DSpark paper).
+"""Layers of all drafters.
 
-One implementation serves every target family. Each layer attends from the block to the keys and values of
-`[H_ctx ; block]`: those of the context come from the fused target states through the layer's own projections, without
-its input norm, and are kept in a cache; those of the block live for one round. Inside the block attention is
-bidirectional.
+One implementation serves every target family. In the parallel backbone (equation 3 of the DSpark paper) each layer
+attends from the block to the keys and values of `[H_ctx ; block]`: those of the context come from the fused target
+states through the layer's own projections, without its input norm, and are kept in a cache; those of the block live
+for one round. Inside the block attention is bidirectional. Without a context, under a causal mask, the same layer is
+an ordinary decoder layer, of which recurrent drafters are made.
 
 Shape symbols: `batch`, `block` tokens being drafted (several blocks in a row in training), `new` context positions
 given in this call, `keys` all positions attended to, `d` the hidden size.
@@ -21,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_dspark import DSparkConfig
+from .configuration_base import DrafterConfig
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +32,7 @@ class RotaryEmbedding(nn.Module):
 
     SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         rope_type = (config.rope_parameters or {}).get("rope_type", "default")
@@ -101,9 +102,18 @@ def eager_attention(
 
 
 class BackboneAttention(nn.Module):
-    """Attention from the block to the context and the block."""
+    """Attention from the block to the context and the block.
 
-    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+    Args:
+        config: the drafter's configuration.
+        layer_idx: number of the layer, under which its keys and values are cached.
+        input_size: width of what is projected to queries, keys and values; `d` if unset.
+        head_norms: whether each head's queries and keys are normalised.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, layer_idx: int, input_size: int | None = None, head_norms: bool = True
+    ) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -113,14 +123,13 @@ class BackboneAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         query_width = config.num_attention_heads * self.head_dim
         key_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
-        self.v_proj = (
-            None if config.attention_k_eq_v else nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
-        )
+        width = input_size or config.hidden_size
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(width, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if head_norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if head_norms else nn.Identity()
         self.v_norm = (
             nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
             if config.use_value_norm
@@ -172,10 +181,26 @@ class BackboneAttention(nn.Module):
         return self.o_proj(output.flatten(2))
 
 
+def masks_by_layer_type(
+    allowed: torch.Tensor, key_positions: torch.Tensor, query_positions: torch.Tensor, window: int | None
+) -> dict[str, torch.Tensor]:
+    """Attention masks `(batch, 1, queries, keys)` by layer type, true where attention is allowed.
+
+    Args:
+        allowed: `(batch, queries, keys)`, where full attention looks.
+        key_positions: `(batch, keys)`.
+        query_positions: `(batch, queries)`.
+        window: positions that a sliding layer sees, the query's own included; `None` for all.
+    """
+    distances = query_positions[..., None] - key_positions[:, None]
+    near = allowed if window is None else allowed & (distances < window)
+    return {"full_attention": allowed.unsqueeze(1), "sliding_attention": near.unsqueeze(1)}
+
+
 class BackboneMLP(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -188,11 +213,16 @@ class BackboneMLP(nn.Module):
 
 
 class BackboneLayer(GradientCheckpointingLayer):
-    """One drafter layer, with norms before its parts (Qwen3) or on both sides of them (Gemma)."""
+    """One drafter layer, with norms before its parts (Qwen3) or on both sides of them (Gemma).
 
-    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+    Arguments as for `BackboneAttention`.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, layer_idx: int, input_size: int | None = None, head_norms: bool = True
+    ) -> None:
         super().__init__()
-        self.self_attn = BackboneAttention(config, layer_idx)
+        self.self_attn = BackboneAttention(config, layer_idx, input_size, head_norms)
         self.mlp = BackboneMLP(config)
         self.sandwich_norms = config.sandwich_norms
         norms = ["input_layernorm", "post_attention_layernorm"]
@@ -214,6 +244,10 @@ class BackboneLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """As `BackboneAttention.forward`."""
         attended = self.self_attn(self.input_layernorm(block), context, tables, block_tables, attention_mask, cache)
+        return self.finish(block, attended)
+
+    def finish(self, block: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output: `block (batch, block, d)` and what attention made of it, same shape, then the MLP."""
         if self.sandwich_norms:
             block = block + self.post_attention_layernorm(attended)
             block = block + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(block)))
@@ -223,4 +257,13 @@ class BackboneLayer(GradientCheckpointingLayer):
         return block if self.layer_scalar is None else block * self.layer_scalar
 
 
-__all__ = ["BackboneAttention", "BackboneLayer", "BackboneMLP", "RotaryEmbedding", "eager_attention", "rotate"]
+__all__ = [
+    "BackboneAttention",
+    "BackboneLayer",
+    "BackboneMLP",
+    "RotaryEmbedding",
+    "RotaryTables",
+    "eager_attention",
+    "masks_by_layer_type",
+    "rotate",
+]

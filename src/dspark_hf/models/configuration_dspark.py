@@ -2,103 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
+from .configuration_base import DrafterConfig, from_target
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
-_LEAST = {
-    "vocab_size": 1,
-    "draft_vocab_size": 1,
-    "hidden_size": 1,
-    "intermediate_size": 1,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 1,
-    "sliding_window": 1,
-    "block_size": 1,
-    "num_target_layers": 1,
-}
-"""Smallest value of a field, where it is set."""
 
-_ROPE_KEYS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-"""What a type of rotary embedding needs beside `rope_theta`."""
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(of, value))
-
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number", _is_int),
-    "float": ("a finite number", _is_number),
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "list[int]": ("a list of whole numbers", lambda value: _is_list(value, _is_int)),
-    "list[float]": ("a list of finite numbers", lambda value: _is_list(value, _is_number)),
-    "list[str]": ("a list of strings", lambda value: _is_list(value, lambda item: isinstance(item, str))),
-    "dict[str, Any]": ("a mapping of names to values", lambda value: isinstance(value, dict)),
-}
-"""What a field takes, in words and as a test, by its annotation."""
-
-
-def check_fields(values: Mapping[str, Any]) -> None:
-    """Checks fields of a `DSparkConfig` one by one; other names are passed over.
-
-    Raises:
-        TypeError: if a value is of another type than its field.
-        ValueError: if a number is too small.
-    """
-    for name, annotation in DSparkConfig.__annotations__.items():
-        if name not in values:
-            continue
-        value = values[name]
-        # Facts about the target are annotated as they are once `get_drafter` has filled them in.
-        may_be_unset = annotation.endswith(" | None") or getattr(DSparkConfig, name, ...) is None
-        if value is None and may_be_unset:
-            continue
-        kind, fits = _KINDS[annotation.removesuffix(" | None")]
-        if not fits(value):
-            raise TypeError(f"`{name}` is {value!r}; it must be {kind}{', or unset' if may_be_unset else ''}.")
-        if name in _LEAST and value < _LEAST[name]:
-            raise ValueError(f"`{name}` is {value}; it must be at least {_LEAST[name]}.")
-
-
-def _from_target(help_text: str) -> Any:
-    """A field that is a fact about the target: `None` in a new config, filled in by `get_drafter`."""
-    return field(default=None, metadata={"help": help_text})
-
-
-def _check_dtype(value: Any) -> None:
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"`dtype` is {value!r}; name a floating-point type of torch, such as 'float32'.")
-
-
-class DSparkConfig(PreTrainedConfig):
+class DSparkConfig(DrafterConfig):
     """Describes a DSpark drafter: its parallel backbone, its sequential head and its confidence head.
 
     Fields left at `None` are facts about the target; `get_drafter` fills them in. With `markov_rank=0` and
-    `enable_confidence_head=False` the drafter is a plain DFlash drafter.
-
-    Layer style is configuration, not code: the defaults give Qwen3-style layers, and `sandwich_norms`,
-    `use_value_norm`, `attention_k_eq_v`, `attention_scale`, `use_layer_scalar`, `embedding_scale` and
-    `final_logit_softcapping` turn them into Gemma-style ones.
+    `enable_confidence_head=False` the drafter is a plain DFlash drafter. See `DrafterConfig` for the layers.
 
     Raises:
         TypeError: if a field has a value of another type.
@@ -107,68 +23,14 @@ class DSparkConfig(PreTrainedConfig):
 
     model_type = "dspark"
 
-    # --- shape of the backbone -------------------------------------------------------------------------------
-    vocab_size: int = _from_target("Vocabulary of the target's LM head.")
-    hidden_size: int = _from_target("Hidden size, the same as the target's.")
-    intermediate_size: int = _from_target("Width of each layer's MLP.")
-    num_hidden_layers: int = field(default=2, metadata={"help": "Number of drafter layers."})
-    num_attention_heads: int = _from_target("Query heads of each layer.")
-    num_key_value_heads: int = _from_target("Key/value heads of each layer.")
-    head_dim: int = _from_target("Width of one attention head.")
-    hidden_act: str = field(default="silu", metadata={"help": "Activation of the MLP."})
-    rms_norm_eps: float = field(default=1e-6, metadata={"help": "Epsilon of every RMS norm."})
-    max_position_embeddings: int | None = field(default=None, metadata={"help": "Longest context of the target."})
-    rope_parameters: dict[str, Any] = _from_target("Rotary embedding: `rope_type`, `rope_theta`, what the type needs.")
-    attention_bias: bool = field(default=False, metadata={"help": "Biases in the attention projections."})
-    attention_dropout: float = field(default=0.0, metadata={"help": "Dropout of attention weights in training."})
-    initializer_range: float = field(default=0.02, metadata={"help": "Standard deviation of initial weights."})
-    layer_types: list[str] = field(
-        default_factory=list,
-        metadata={"help": "`full_attention` or `sliding_attention` for each layer; all full if left empty."},
-    )
-    sliding_window: int | None = field(
-        default=None, metadata={"help": "Context positions that a `sliding_attention` layer sees."}
-    )
-
-    # --- layer style: Qwen3 by default, Gemma by these -------------------------------------------------------
-    sandwich_norms: bool = field(
-        default=False, metadata={"help": "Norms after attention and MLP too (Gemma), not only before (Qwen3)."}
-    )
-    use_value_norm: bool = field(default=False, metadata={"help": "RMS norm without weights on values (Gemma 4)."})
-    attention_k_eq_v: bool = field(
-        default=False, metadata={"help": "Values are the key projection's output; there is no value projection."}
-    )
-    attention_scale: float | None = field(
-        default=None, metadata={"help": "Factor on attention scores; 1/sqrt(head_dim) if unset (Gemma 4: 1.0)."}
-    )
-    use_layer_scalar: bool = field(default=False, metadata={"help": "One scalar on each layer's output (Gemma 4)."})
-    embedding_scale: float = field(default=1.0, metadata={"help": "Factor on token embeddings (Gemma: sqrt(d))."})
-    final_logit_softcapping: float | None = field(
-        default=None, metadata={"help": "Soft cap on base logits, applied before the sequential head's bias."}
-    )
-
-    # --- what is drafted, from what --------------------------------------------------------------------------
-    block_size: int = field(default=7, metadata={"help": "γ, the most tokens drafted in one round."})
-    mask_token_id: int = _from_target("Token that fills the block after the anchor.")
-    target_layer_ids: list[int] = _from_target("Target layers whose output is captured; -1 is the embedding output.")
-    num_target_layers: int | None = field(default=None, metadata={"help": "Number of layers of the target."})
-    target_model_type: str | None = field(default=None, metadata={"help": "`model_type` of the target."})
-    target_name_or_path: str | None = field(default=None, metadata={"help": "Where the target came from."})
-    generation_prompt_ids: list[int] | None = field(
-        default=None,
-        metadata={"help": "Tokens with which chat prompts ended in training; unset for a drafter of plain text."},
-    )
-    enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Thinking mode of the chat template in training; unset for its default."}
-    )
-    share_target_embeddings: bool = field(
+    mask_token_id: int = from_target("Token that fills the block after the anchor.")
+    sample_from_anchor: bool = field(
         default=True,
-        metadata={"help": "Use the target's embeddings and LM head in place of copies kept in the drafter."},
-    )
-
-    draft_vocab_size: int | None = field(
-        default=None,
-        metadata={"help": "Predict this many of the target's tokens, its frequent ones; all of them if unset."},
+        metadata={
+            "help": "Whether the anchor's slot predicts the first drafted token, so that a block is the anchor and "
+            "γ-1 mask tokens (DSpark). Else it is the anchor and γ mask tokens, and the anchor's slot predicts "
+            "nothing (z-lab's DFlash, whose own `block_size` counts the anchor and is γ+1)."
+        },
     )
 
     # --- heads -----------------------------------------------------------------------------------------------
@@ -184,70 +46,22 @@ class DSparkConfig(PreTrainedConfig):
     )
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.tie_word_embeddings = False
-        self.layer_types = self.layer_types or []
-        self._check()
-        _check_dtype(kwargs.get("torch_dtype"))
+        super().__post_init__(**kwargs)
         if self.markov_rank == 0:
             self.confidence_head_with_markov = False
-        rope_parameters = self.rope_parameters and {"rope_type": "default", **self.rope_parameters}
-        if not self.layer_types:
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
-        super().__post_init__(**kwargs)
-        # Where it is unset Transformers fills in a default base, which would hide that the target's is to be taken.
-        self.rope_parameters = rope_parameters
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`.
-
-        Raises:
-            ValueError: if it is the config of another model.
-        """
-        model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
-            raise ValueError(
-                f"This is a {model_type} model ({config_dict.get('architectures')}), not a drafter of this package. "
-                "If it is a drafter in another format, load it with `AutoDrafter.from_pretrained`; if it is a target, "
-                "build a drafter for it with `get_drafter(target)`."
-            )
-        return super().from_dict(config_dict, **kwargs)
 
     def _check(self) -> None:
-        """Raises `TypeError` or `ValueError` for fields that no drafter can have."""
-        check_fields(vars(self))
-        _check_dtype(self.dtype)
-        for name, choices in (("markov_head_type", MARKOV_HEAD_TYPES), ("hidden_act", tuple(ACT2FN))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {choices}.")
+        super()._check()
+        if self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(f"`markov_head_type` is {self.markov_head_type!r}; choose one of {MARKOV_HEAD_TYPES}.")
         if self.markov_rank < 0:
             raise ValueError(f"`markov_rank` is {self.markov_rank}; use 0 for no sequential head, or a positive rank.")
-        if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
-            raise ValueError(
-                f"`final_logit_softcapping` is {self.final_logit_softcapping}; it must be positive, or unset for none."
-            )
-        self._check_heads()
         self._check_temperatures()
-        self._check_rope()
-        self._check_layer_types()
-        self._check_target_layers()
         if self.vocab_size is not None and self.mask_token_id is not None:
             if not 0 <= self.mask_token_id < self.vocab_size:
                 raise ValueError(
                     f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens."
                 )
-        if self.vocab_size is not None and (self.draft_vocab_size or 0) > self.vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}, more than the vocabulary of {self.vocab_size} "
-                "tokens; give fewer, or leave it unset for all of them."
-            )
-
-    def _check_heads(self) -> None:
-        heads, shared = self.num_attention_heads, self.num_key_value_heads
-        if heads is not None and shared is not None and heads % shared:
-            raise ValueError(
-                f"`num_attention_heads` is {heads}, which `num_key_value_heads` = {shared} does not divide."
-            )
 
     def _check_temperatures(self) -> None:
         temperatures = self.confidence_temperatures
@@ -267,64 +81,14 @@ class DSparkConfig(PreTrainedConfig):
                 f"`confidence_temperatures` is {temperatures}; each must be positive, 1 where nothing is to change."
             )
 
-    def _check_rope(self) -> None:
-        rope = self.rope_parameters
-        if rope is None:
-            return
-        needed = ("rope_theta", *_ROPE_KEYS.get(str(rope.get("rope_type")), ()))
-        for key in (*needed, "partial_rotary_factor"):
-            value: Any = rope.get(key)
-            if value is None and key not in needed:
-                continue
-            if not (_is_number(value) and value > 0):
-                raise ValueError(f"`rope_parameters` has `{key}` = {value!r}; it must be a positive number.")
-
-    def _check_layer_types(self) -> None:
-        layer_types = self.layer_types
-        if layer_types and len(layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"`layer_types` has {len(layer_types)} entries for `num_hidden_layers` = {self.num_hidden_layers}; "
-                "give one per drafter layer, or leave it unset."
-            )
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ValueError(f"`layer_types` has {sorted(unknown)}; use `full_attention` or `sliding_attention`.")
-        if "sliding_attention" in layer_types and not self.sliding_window:
-            raise ValueError("`layer_types` has `sliding_attention` but `sliding_window` is unset; give its length.")
-
-    def _check_target_layers(self) -> None:
-        layers = self.target_layer_ids
-        if layers is None:
-            return
-        if not layers or sorted(set(layers)) != list(layers):
-            raise ValueError(f"`target_layer_ids` is {layers}; give at least one layer, in strictly rising order.")
-        last = self.num_target_layers - 1 if self.num_target_layers is not None else None
-        if layers[0] < -1 or (last is not None and layers[-1] > last):
-            top = "" if last is None else f" to {last}"
-            raise ValueError(
-                f"`target_layer_ids` is {layers}, out of range for a target of {self.num_target_layers} layers: "
-                f"use -1 (the embedding output) or 0{top}."
-            )
-
     @property
-    def predicted_vocab_size(self) -> int:
-        """Number of tokens that the drafter can predict."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+    def block_width(self) -> int:
+        """Tokens of a block given to the parallel stage: γ, or γ+1 where the anchor's slot predicts nothing."""
+        return self.block_size if self.sample_from_anchor else self.block_size + 1
 
     def missing_fields(self) -> list[str]:
-        """Names of fields that a model cannot be built without and that are still unset."""
-        needed = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "rope_parameters",
-            "mask_token_id",
-            "target_layer_ids",
-        )
-        return [name for name in needed if getattr(self, name) is None]
+        missing = super().missing_fields()
+        return missing if self.mask_token_id is not None else [*missing, "mask_token_id"]
 
 
-__all__ = ["MARKOV_HEAD_TYPES", "DSparkConfig", "check_fields"]
+__all__ = ["MARKOV_HEAD_TYPES", "DSparkConfig"]

@@ -12,8 +12,10 @@ from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 
-from .configuration_dspark import DSparkConfig
+from .backbone import BackboneLayer
+from .configuration_base import DrafterConfig
 from .vocabulary import HeadRows, check_tables, make_tables
 
 
@@ -33,18 +35,22 @@ class Drafter(PreTrainedModel):
         t2d: `(vocab,)`, boolean, true for tokens of the draft vocabulary; `None` like `d2t`.
         last_stats: statistics of the last `generate` call that this drafter served, `None` before the first.
         record_confidence: whether these statistics hold the confidence logits of each round, for calibration.
+        confidence_head: predicts each drafted token's survival; `None` for drafters without one.
+        is_recurrent: whether it drafts token by token (`RecurrentDrafter`), not a block at once (`DSparkDrafter`).
     """
 
-    config_class = DSparkConfig
-    config: DSparkConfig
+    config_class = DrafterConfig
+    config: DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
     _supports_attention_backend = True
+    confidence_head: nn.Module | None
     d2t: torch.Tensor | None
     t2d: torch.Tensor | None
+    is_recurrent = False
 
-    def __init__(self, config: DSparkConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         missing = config.missing_fields()
         if missing:
             raise ValueError(
@@ -114,6 +120,10 @@ class Drafter(PreTrainedModel):
 
     def _make_own_embeddings(self) -> None:
         self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        if self.lm_head is None:
+            self._make_own_head()
+
+    def _make_own_head(self) -> None:
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.predicted_vocab_size, bias=False)
 
     def _shared_module(self, index: int) -> nn.Module:
@@ -158,6 +168,11 @@ class Drafter(PreTrainedModel):
             embeddings = embeddings * torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype)
         return embeddings.to(device=self.device, dtype=self.dtype)
 
+    @property
+    def has_own_head(self) -> bool:
+        """Whether `lm_head` is trained with the drafter, and no copy of the target's."""
+        return self.lm_head is not None and not getattr(self.config, "share_target_head", True)
+
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `U`, soft-capped: `hidden (..., d)`, after the final norm, to `(..., draft_vocab)`."""
         if self.lm_head is not None:
@@ -170,8 +185,8 @@ class Drafter(PreTrainedModel):
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits: its last states `(..., d)`, after the final norm, to `(..., vocab)`, soft-capped."""
-        is_whole = self.lm_head is not None and self.d2t is None
-        return self._logits(self.lm_head if is_whole else self._shared_module(1), hidden)
+        is_copy = self.lm_head is not None and self.d2t is None and not self.has_own_head
+        return self._logits(self.lm_head if is_copy else self._shared_module(1), hidden)
 
     def _logits(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         weight: Any = getattr(head, "weight", hidden)
@@ -185,7 +200,8 @@ class Drafter(PreTrainedModel):
     def copy_target_embeddings(self) -> None:
         """Takes copies of the bound target's embeddings and LM head, so that the drafter is complete on its own.
 
-        `save_pretrained` then writes them too. Does nothing where the drafter already has its own.
+        `save_pretrained` then writes them too. Does nothing where the drafter already has its own; an LM head that it
+        has already stays.
 
         Raises:
             ValueError: if the drafter is bound to no target, the target's LM head has a bias, or there are no weights
@@ -193,17 +209,18 @@ class Drafter(PreTrainedModel):
         """
         if not self.config.share_target_embeddings:
             return
-        if getattr(self._shared_module(1), "bias", None) is not None:
+        copies_head = self.lm_head is None
+        if copies_head and getattr(self._shared_module(1), "bias", None) is not None:
             raise ValueError(
                 "The target's LM head has a bias, which a drafter's own LM head has not: leave the drafter bound to "
                 "its target instead of copying the target's embeddings."
             )
-        state = [self._plain_weight(index) for index in (0, 1)]
-        if self.d2t is not None:
+        state = [self._plain_weight(index) for index in range(1 + copies_head)]
+        if copies_head and self.d2t is not None:
             state[1] = state[1][self.draft_ids.to(state[1].device)]
         device, dtype = self.device, self.dtype
         self._make_own_embeddings()
-        for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=True):
+        for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=False):
             module.to(device=device, dtype=dtype).load_state_dict({"weight": weight})  # type: ignore[union-attr]
             module.requires_grad_(False)  # type: ignore[union-attr]
         self.config.share_target_embeddings = False
@@ -220,6 +237,17 @@ class Drafter(PreTrainedModel):
                 "quantisation."
             )
         return weight
+
+    # --- use while generating --------------------------------------------------------------------------------
+
+    def make_cache(self) -> Cache:
+        """An empty cache for the context's keys and values, one entry per accepted position."""
+        return DynamicCache()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its confidences are probabilities that can be relied on."""
+        return False
 
     # --- draft vocabulary ------------------------------------------------------------------------------------
 
@@ -248,7 +276,12 @@ class Drafter(PreTrainedModel):
         everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return everything.index_copy(-1, self.draft_ids.to(logits.device), logits)
 
-    # --- loading ---------------------------------------------------------------------------------------------
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BackboneLayer) and module.layer_scalar is not None:
+            nn.init.ones_(module.layer_scalar)
 
     @classmethod
     def from_pretrained(
@@ -264,6 +297,8 @@ class Drafter(PreTrainedModel):
             ValueError: if the config is that of another model, or describes no drafter.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        # Converted weights come without a path, and their config knows where they are from.
+        name = pretrained_model_name_or_path or getattr(kwargs.get("config"), "name_or_path", None)
         # Tensors of another shape are reported below by name, which Transformers' own error does not do.
         kwargs["ignore_mismatched_sizes"] = True
         try:
@@ -272,18 +307,18 @@ class Drafter(PreTrainedModel):
             )
         except SafetensorError as error:
             raise OSError(
-                f"The weights of the drafter {pretrained_model_name_or_path!s} cannot be read ({error}): a file is "
+                f"The weights of the drafter {name!s} cannot be read ({error}): a file is "
                 "truncated or damaged. Download or save the checkpoint again."
             ) from error
         wrong = [*sorted(info["missing_keys"]), *sorted(str(key) for key in info.get("mismatched_keys", ()))]
         if wrong:
             raise OSError(
-                f"The drafter {pretrained_model_name_or_path!s} is incomplete: {len(wrong)} tensors that its config "
+                f"The drafter {name!s} is incomplete: {len(wrong)} tensors that its config "
                 f"asks for are missing or of another shape, among them {wrong[:5]}. Check that config.json and the "
                 "weights belong together."
             )
         if model.d2t is not None:
-            check_tables(model.d2t, model.t2d, str(pretrained_model_name_or_path))
+            check_tables(model.d2t, model.t2d, str(name))
         model.eval()
         return (model, info) if wants_info else model
 

@@ -1,8 +1,9 @@
 """The DSpark drafter: parallel backbone, sequential head, confidence head.
 
-Shape symbols: `batch`, `block` tokens being drafted, `new` context positions given in this call, `m` captured target
-layers, `d` the hidden size, `vocab` the tokens that the drafter predicts (the draft vocabulary, by default all of the
-target's).
+Shape symbols: `batch`, `block` tokens being drafted, `width` tokens of a block given to the parallel stage (as many as
+are drafted, or one more where the anchor's slot predicts nothing, see `config.sample_from_anchor`), `new` context
+positions given in this call, `m` captured target layers, `d` the hidden size, `vocab` the tokens that the drafter
+predicts (the draft vocabulary, by default all of the target's).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from .backbone import BackboneLayer, RotaryEmbedding
+from .backbone import BackboneLayer, RotaryEmbedding, masks_by_layer_type
 from .configuration_dspark import DSparkConfig
 from .drafter_base import Drafter
 from .heads_dspark import ConfidenceHead, VanillaMarkovHead, build_sequential_head
@@ -36,11 +37,14 @@ class DSparkOutput(ModelOutput):
 class DSparkDrafter(Drafter):
     """Drafter of the DSpark paper; without heads (`markov_rank=0`, no confidence head) it is DFlash.
 
-    The block given to `forward` starts with the anchor, whose slot predicts the first drafted token, and continues
-    with mask tokens. The heads are applied to its output: `sequential_logits` with the tokens known (training,
-    scoring), `draft_step` one token at a time (generation).
+    The block given to `forward` starts with the anchor, whose slot predicts the first drafted token unless
+    `config.sample_from_anchor` is false, and continues with mask tokens. The heads are applied to its output:
+    `sequential_logits` with the tokens known (training, scoring), `draft_step` one token at a time (generation).
     """
 
+    config_class = DSparkConfig
+    config: DSparkConfig
+    confidence_head: ConfidenceHead | None
     _no_split_modules = ["BackboneLayer"]
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -64,13 +68,9 @@ class DSparkDrafter(Drafter):
         return self.hidden_norm(self.fc(target_states.to(device=self.device, dtype=self.dtype)))
 
     def block_input_ids(self, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Anchors `(batch, 1)` to the tokens of their blocks `(batch, block)`: the anchor, then mask tokens."""
-        masks = anchor_ids.new_full((anchor_ids.shape[0], self.config.block_size - 1), self.config.mask_token_id)
+        """Anchors `(batch, 1)` to the tokens of their blocks `(batch, width)`: the anchor, then mask tokens."""
+        masks = anchor_ids.new_full((anchor_ids.shape[0], self.config.block_width - 1), self.config.mask_token_id)
         return torch.cat([anchor_ids, masks], dim=1)
-
-    def make_cache(self) -> Cache:
-        """An empty cache for the context's keys and values, one entry per accepted position."""
-        return DynamicCache()
 
     def forward(
         self,
@@ -84,18 +84,18 @@ class DSparkDrafter(Drafter):
         """Runs the parallel stage.
 
         Args:
-            input_ids: `(batch, block)`, the anchor and mask tokens of each block; several blocks may follow each
+            input_ids: `(batch, width)`, the anchor and mask tokens of each block; several blocks may follow each
                 other (training), then `attention_mask` must keep them apart.
             target_states: `(batch, new, m * d)`, states of the target's captured layers, concatenated, for context
                 positions that are not in `cache` yet; `None` where there are none.
-            position_ids: `(batch, new + block)`, positions of the new context, then of the block.
-            attention_mask: `(batch, 1, block, keys)`, boolean, true where attention is allowed, or one such mask per
+            position_ids: `(batch, new + width)`, positions of the new context, then of the block.
+            attention_mask: `(batch, 1, width, keys)`, boolean, true where attention is allowed, or one such mask per
                 layer type; `None` lets the block see all the context and itself.
             cache: context keys and values, from `make_cache`; extended by the new context, not by the block.
             compute_logits: whether to compute the base logits.
 
         Returns:
-            `DSparkOutput` with `last_hidden_state` and, if asked for, `logits`.
+            `DSparkOutput` with `last_hidden_state` and, if asked for, `logits`, of the slots that predict.
         """
         block = self.embed(input_ids)
         length = block.shape[1]
@@ -108,8 +108,14 @@ class DSparkDrafter(Drafter):
             block = layer(block, context, tables, block_tables, masks.get(layer_type), cache)
         if cache is not None:
             cache.crop(-length)
-        hidden = self.norm(block)
+        hidden = self.norm(self._predicting(block))
         return DSparkOutput(last_hidden_state=hidden, logits=self.project(hidden) if compute_logits else None)
+
+    def _predicting(self, states: torch.Tensor) -> torch.Tensor:
+        """States of the slots that predict: `(batch, width, d)`, of one block or several, to `(batch, block, d)`."""
+        if self.config.sample_from_anchor:
+            return states
+        return states.unflatten(1, (-1, self.config.block_width))[:, :, 1:].flatten(1, 2)
 
     def _layer_masks(
         self,
@@ -134,21 +140,16 @@ class DSparkDrafter(Drafter):
         return {"sliding_attention": masks["sliding_attention"]}
 
     def block_masks(self, context_positions: torch.Tensor, block_positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Masks `(batch, 1, block, context + block)` by layer type, true where attention is allowed.
+        """Masks `(batch, 1, width, context + width)` by layer type, true where attention is allowed.
 
         Args:
             context_positions: `(batch, context)`, text positions of the keys in the cache and of the new ones behind
                 them; negative for padding.
-            block_positions: `(batch, block)`.
+            block_positions: `(batch, width)`.
         """
-        keys = torch.cat([context_positions, block_positions], dim=1)[:, None]
-        is_text = (keys >= 0).expand(-1, block_positions.shape[1], -1)
-        window = self.config.sliding_window or torch.iinfo(torch.long).max
-        in_window = block_positions[..., None] - keys < window
-        return {
-            "full_attention": is_text.unsqueeze(1),
-            "sliding_attention": (is_text & in_window).unsqueeze(1),
-        }
+        keys = torch.cat([context_positions, block_positions], dim=1)
+        is_text = (keys >= 0)[:, None].expand(-1, block_positions.shape[1], -1)
+        return masks_by_layer_type(is_text, keys, block_positions, self.config.sliding_window)
 
     # --- heads -----------------------------------------------------------------------------------------------
 
@@ -173,6 +174,10 @@ class DSparkDrafter(Drafter):
         if self.confidence_head is None:
             return None
         return self.confidence_head(hidden, embedding if self.confidence_head.with_markov else None)
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.config.confidence_temperatures is not None
 
     def confidence_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Confidences `c_1..c_k` (equation 7), calibrated where `config.confidence_temperatures` is set.
@@ -217,8 +222,6 @@ class DSparkDrafter(Drafter):
             # The bias starts at zero, so that an untrained sequential head changes nothing. Asked of the layer itself:
             # Transformers skips modules that have no weights of their own, as the head is.
             nn.init.zeros_(module.weight)
-        elif isinstance(module, BackboneLayer) and module.layer_scalar is not None:
-            nn.init.ones_(module.layer_scalar)
 
 
 __all__ = ["DSparkDrafter", "DSparkOutput"]

@@ -4,7 +4,8 @@ A training sequence is drafted from many places at once: each sampled anchor sta
 of a sequence go through the drafter in a row, kept apart by an attention mask.
 
 Shape symbols: `batch`, `seq` tokens of a training sequence, `blocks` anchors per sequence, `block` the block size γ,
-`queries` = blocks * block, `keys` = seq + queries.
+`width` tokens of a block given to the drafter (γ, or γ + 1 where the anchor's slot predicts nothing), `queries` =
+blocks * width, `keys` = seq + queries.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Anchors:
 class Blocks:
     """What the drafter and the loss need of the blocks at some anchors.
 
-    Slot k of the block at anchor p sits at position p + k, embeds the anchor (k = 0) or a mask token, and predicts the
-    token at p + k + 1.
+    Slot k of the block at anchor p predicts the token at p + k + 1, as the target does from its state at p + k. Where
+    the anchor's slot predicts, it is that at position p + k, which embeds the anchor (k = 0) or a mask token; else it
+    is the mask token one further on.
 
     Args:
         input_ids: `(batch, queries)`, the anchor and mask tokens of each block.
         position_ids: `(batch, keys)`, positions of the sequence, then of the blocks.
-        slots: `(batch, blocks, block)`, the position of each slot, cut off at the end of the sequence.
-        previous_ids: `(batch, blocks, block)`, the token at each slot's position (teacher forcing).
+        slots: `(batch, blocks, block)`, the position p + k of each slot, cut off at the end of the sequence.
+        previous_ids: `(batch, blocks, block)`, the token at p + k (teacher forcing).
         labels: `(batch, blocks, block)`, the token that each slot predicts.
         eval_mask: `(batch, blocks, block)`, boolean, the slots that count: those whose labels up to there lie inside
             the sequence and the loss mask. Always false in dummies.
@@ -124,19 +126,28 @@ def evaluation_mask(anchors: Anchors, loss_mask: torch.Tensor, block_size: int) 
 
 
 def make_blocks(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, anchors: Anchors, block_size: int, mask_token_id: int
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    anchors: Anchors,
+    block_size: int,
+    mask_token_id: int,
+    width: int | None = None,
 ) -> Blocks:
-    """The blocks at `anchors` of `input_ids (batch, seq)`; `loss_mask (batch, seq)` must be 0 at padding."""
+    """The blocks at `anchors` of `input_ids (batch, seq)`; `loss_mask (batch, seq)` must be 0 at padding.
+
+    `width` is `block_size` if unset.
+    """
     batch, seq = input_ids.shape
-    positions = anchors.positions.unsqueeze(-1) + torch.arange(block_size, device=input_ids.device)
+    given = anchors.positions.unsqueeze(-1) + torch.arange(width or block_size, device=input_ids.device)
+    positions = given[..., :block_size]
     slots = positions.clamp(max=seq - 1)
     previous_ids = gather_positions(input_ids, slots)
-    block_ids = torch.full_like(previous_ids, mask_token_id)
+    block_ids = torch.full_like(given, mask_token_id)
     block_ids[..., 0] = previous_ids[..., 0].masked_fill(~anchors.keep, mask_token_id)
     sequence_positions = torch.arange(seq, device=input_ids.device).expand(batch, -1)
     return Blocks(
         input_ids=block_ids.flatten(1),
-        position_ids=torch.cat([sequence_positions, positions.flatten(1)], dim=1),
+        position_ids=torch.cat([sequence_positions, given.flatten(1)], dim=1),
         slots=slots,
         previous_ids=previous_ids,
         labels=gather_positions(input_ids, (positions + 1).clamp(max=seq - 1)),
@@ -144,9 +155,7 @@ def make_blocks(
     )
 
 
-def block_attention_mask(
-    anchors: Anchors, seq: int, block_size: int, sliding_window: int | None = None
-) -> torch.Tensor:
+def block_attention_mask(anchors: Anchors, seq: int, width: int, sliding_window: int | None = None) -> torch.Tensor:
     """Boolean mask `(batch, 1, queries, keys)`: a block sees the context strictly before its anchor, and itself.
 
     Dummies see themselves too, since a row of attention that allows nothing gives NaN. A `sliding_window` hides keys
@@ -156,11 +165,11 @@ def block_attention_mask(
     blocks = anchors.positions.shape[1]
     context = torch.arange(seq, device=device)
     sees_context = (context < anchors.positions.unsqueeze(-1)) & anchors.keep.unsqueeze(-1)
-    mask = sees_context.repeat_interleave(block_size, dim=1)
-    owner = torch.arange(blocks, device=device).repeat_interleave(block_size)
+    mask = sees_context.repeat_interleave(width, dim=1)
+    owner = torch.arange(blocks, device=device).repeat_interleave(width)
     sees_block = (owner[:, None] == owner).expand(len(mask), -1, -1)
     if sliding_window is not None:
-        offsets = torch.arange(block_size, device=device)
+        offsets = torch.arange(width, device=device)
         queries = (anchors.positions.unsqueeze(-1) + offsets).flatten(1)
         mask = mask & (queries.unsqueeze(-1) - context < sliding_window)
         slots = offsets.repeat(blocks)

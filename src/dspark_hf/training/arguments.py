@@ -30,14 +30,20 @@ _LEAST = {
 class DSparkTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the recipe of the DSpark paper as defaults, and the options of its loss.
 
-    For a plain DFlash drafter (no heads) use `ce_weight=1.0, tv_weight=0.0`.
+    For a plain DFlash drafter (no heads) use `ce_weight=1.0, tv_weight=0.0`. `num_anchors`, `ce_weight`, `tv_weight`,
+    `confidence_weight` and `loss_decay` are for drafters of blocks (DSpark, DFlash): EAGLE-3 and MTP drafters draft
+    from every position, and their losses are fixed but for `step_loss_decay` of EAGLE-3.
 
     Raises:
         ValueError: if an option is out of its range.
     """
 
     num_anchors: int = field(
-        default=512, metadata={"help": "Blocks drafted in each sequence; fewer where there are fewer valid anchors."}
+        default=512,
+        metadata={
+            "help": "Blocks drafted in each sequence, fewer where there are fewer valid anchors; not for EAGLE-3 and "
+            "MTP drafters, which draft from every position."
+        },
     )
     max_length: int = field(default=4096, metadata={"help": "Longest training sequence, in tokens."})
     enable_thinking: bool | None = field(
@@ -52,6 +58,12 @@ class DSparkTrainingArguments(TrainingArguments):
     loss_decay: float | None = field(
         default=4.0,
         metadata={"help": "γ_decay: position k of a block weighs exp(-(k-1)/γ_decay); 0 weighs all positions alike."},
+    )
+    step_loss_decay: float = field(
+        default=0.8,
+        metadata={
+            "help": "EAGLE-3 only: step s of the training-time test weighs this to the power of s, counted from 0."
+        },
     )
     loss_memory: float = field(
         default=LOSS_MEMORY,
@@ -89,6 +101,13 @@ class DSparkTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Must stay false: the heads are applied where a search for unused parameters misses them."},
     )
+    ddp_broadcast_buffers: bool | None = field(
+        default=False,
+        metadata={
+            "help": "Must stay false: a recurrent drafter's forward runs several times before one backward, and "
+            "buffers are the same in all processes."
+        },
+    )
 
     def __post_init__(self) -> None:
         self._check()
@@ -119,6 +138,8 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError(f"`seed` is {self.seed}; it must be from 0 to {2**32 - 1}.")
         if self.ce_weight == self.tv_weight == 0:
             raise ValueError("`ce_weight` and `tv_weight` are both 0, so the drafter would learn no tokens; set one.")
+        if not 0 < self.step_loss_decay <= 1:
+            raise ValueError(f"`step_loss_decay` is {self.step_loss_decay}; it must be above 0 and at most 1.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; leave it False, the trainer needs `loss_mask`.")
         if self.states_cache is not None and not os.fspath(self.states_cache):

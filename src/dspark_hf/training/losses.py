@@ -1,15 +1,19 @@
-"""The loss of the DSpark paper (equations 8 to 12) and what is measured beside it.
+"""What drafters are trained on: draft and target distributions compared, and what is measured beside it.
 
-For each slot k of a block, with draft distribution `p^d_k` and target distribution `p^t_k`:
+The loss of the DSpark paper (equations 8 to 12), of which those of other drafters are cases. For each slot k of a
+block, with draft distribution `p^d_k` and target distribution `p^t_k`:
 
     L = α_ce · CE_k  +  α_tv · ‖p^d_k - p^t_k‖_1  +  α_conf · BCE(c_k, 1 - ½‖p^d_k - p^t_k‖_1)
 
 each averaged with weights `w_k = exp(-(k-1)/γ_decay)` over all slots that count, of all processes and of all batches
-that make one optimiser step. The label of the confidence is detached.
+that make one optimiser step. The label of the confidence is detached. The cross entropy is that of the training token,
+or a soft one, `-Σ_v p^t_k(v) log p^d_k(v)`.
 
 A drafter with a vocabulary of its own gives every other token the probability 0. The target's probabilities are those
 over its whole vocabulary, so that `1 - ½‖p^d_k - p^t_k‖_1 = Σ_v min(p^d_k(v), p^t_k(v))` stays the chance that a
-drafted token is accepted. A slot whose token the drafter cannot predict has no cross entropy.
+drafted token is accepted. A slot whose token the drafter cannot predict has no cross entropy. For the soft one, as in
+EAGLE-3 and SpecForge, the target's probabilities are renormalised over the draft vocabulary, and that token is the
+target's likeliest.
 
 Logits are large, so they exist for a chunk of slots at a time: the gradients of the first two terms are formed next to
 their values, in the forward pass, and the backward pass only scales them. Nothing is computed twice.
@@ -29,7 +33,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..models import DSparkDrafter
+from ..models import Drafter, DSparkDrafter
+from ..models.heads_dspark import VanillaMarkovHead
 
 # MiB for logits and what is computed from them, where nothing else is said.
 LOSS_MEMORY = 512.0
@@ -58,7 +63,7 @@ class Comparison:
 
     Args:
         loss: `Σ_k w_k (α_ce CE_k + α_tv ‖p^d_k - p^t_k‖_1)`, a scalar; gradients flow through it alone.
-        ce: `(..., block)`, cross entropies, 0 where the drafter cannot predict the token; detached.
+        ce: `(..., block)`, cross entropies, hard or soft, 0 where the drafter cannot predict the token; detached.
         distance: `(..., block)`, L1 distances; detached.
 
     Slots that do not count hold zeros.
@@ -95,53 +100,66 @@ class DSparkLoss:
 def compare_distributions(
     draft_logits: torch.Tensor,
     target_logits: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None = None,
     draft_ids: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cross entropy and L1 distance of distributions given as logits, and their gradient.
 
     With draft probabilities q, target probabilities p, label y and weights a, b of the two, the gradient of
-    `a CE + b ‖q - p‖_1` to the draft logits is `a (q - 1_y) + b q ⊙ (s - <s, q>)` where `s = sign(q - p)`.
-    Autograd follows none of this.
+    `a CE + b ‖q - p‖_1` to the draft logits is `a (q - 1_y) + b q ⊙ (s - <s, q>)` where `s = sign(q - p)`; that of the
+    soft cross entropy has p, renormalised over the draft vocabulary, in place of `1_y`. Autograd follows none of this.
 
     Args:
         draft_logits: `(..., draft_vocab)`.
         target_logits: `(..., vocab)`.
-        labels: `(...)`, the token after each slot, as a draft index.
+        labels: `(...)`, the token after each slot, as a draft index; `None` for the soft cross entropy.
         draft_ids: `(draft_vocab,)`, the target's tokens by draft index; `None` where they are the same.
         weights: `(2, ...)`, `a` and `b`; `None` if no gradient is wanted.
 
     Returns:
         Float32 cross entropies `(...)` and distances `(...)`, and the gradient `(..., draft_vocab)` or `None`.
     """
-    labels = labels.unsqueeze(-1)
     # Each of these is as large as the logits, so they are written over as soon as they have served.
     log_q = torch.log_softmax(draft_logits.detach(), dim=-1, dtype=torch.float32)
-    ce = -log_q.gather(-1, labels).squeeze(-1)
-    q = log_q.exp_()
     p = torch.softmax(target_logits.detach(), dim=-1, dtype=torch.float32)
     del target_logits
-    outside: torch.Tensor | float = 0.0
+    outside = torch.zeros_like(p[..., 0])
+    known = torch.ones_like(outside)
     if draft_ids is not None:
-        p = p[..., draft_ids]
+        top, p = p.amax(dim=-1), p[..., draft_ids]
         outside = (1 - p.sum(dim=-1)).clamp(min=0)
+        known = (p.amax(dim=-1) == top).float()
+    # What the target's probabilities are multiplied with, so that those of the draft vocabulary sum up to 1.
+    share = known / (1 - outside).clamp(min=EPSILON)
+    if labels is None:
+        ce = -share * (p * log_q).sum(dim=-1)
+    else:
+        ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    q = log_q.exp_()
     difference = p.sub_(q)
     distance = difference.abs().sum(dim=-1) + outside
     if weights is None:
         return ce, distance, None
     a, b = weights.unsqueeze(-1)
+    if labels is None:
+        # p is gone, but for its difference from q.
+        soft, a = difference * (a * share.unsqueeze(-1)), a * (known - share).unsqueeze(-1)
     minus_sq = difference.sign_().mul_(q)
     gradient = q.mul_(a + b * minus_sq.sum(dim=-1, keepdim=True)).addcmul_(minus_sq, b, value=-1)
-    return ce, distance, gradient.scatter_add_(-1, labels, -a).to(draft_logits.dtype)
+    if labels is None:
+        gradient.sub_(soft)
+    else:
+        gradient.scatter_add_(-1, labels.unsqueeze(-1), -a)
+    return ce, distance, gradient.to(draft_logits.dtype)
 
 
 def compare_blocks(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     hidden: torch.Tensor,
-    previous_ids: torch.Tensor,
+    previous_ids: torch.Tensor | None,
     target_hidden: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     eval_mask: torch.Tensor,
     weights: LossWeights,
     chunk_size: int | None = None,
@@ -152,36 +170,41 @@ def compare_blocks(
 
     Args:
         drafter: bound to its target.
-        hidden: `(n, block, d)`, the backbone's output.
-        previous_ids: `(n, block)`, tokens before each slot.
-        target_hidden: `(n, block, d)`, the target's final states, after its norm, at each slot's position.
-        labels: `(n, block)`, tokens after each slot.
+        hidden: `(n, block, d)`, the drafter's states after its final norm.
+        previous_ids: `(n, block)`, tokens before each slot, for a sequential head; not needed without one.
+        target_hidden: `(n, block, d)`, the target's final states, after its norm, that predict the slots' tokens.
+        labels: `(n, block)`, tokens after each slot; `None` for the soft cross entropy.
         eval_mask: `(n, block)`, the slots that count.
         weights: weights of the loss.
         chunk_size: slots per chunk, by default as many as fit in `LOSS_MEMORY`.
     """
-    config: Any = drafter.config  # of a built drafter, so no field is unset
-    head, places = drafter.markov_head, eval_mask.nonzero(as_tuple=True)
-    inputs = [hidden[places]]
+    head = drafter.markov_head if isinstance(drafter, DSparkDrafter) else None
+    counted = eval_mask.nonzero(as_tuple=True)
+    inputs = [hidden[counted]]
     if head is not None:
+        if previous_ids is None:
+            raise ValueError("`previous_ids` is None; the drafter has a sequential head, which needs them.")
         # A recurrent head goes through whole blocks; its features are small, what they are projected to is not.
-        inputs.append(head.features(head.embed(previous_ids), hidden)[places])
-    indices, is_known = _draft_indices(drafter, labels[places])
-    slots = slot_weights(eval_mask, weights.decay)[places]
+        inputs.append(head.features(head.embed(previous_ids), hidden)[counted])
+    slots = slot_weights(eval_mask, weights.decay)[counted]
+    indices, is_known = None, torch.ones_like(slots)
+    if labels is not None:
+        indices, is_known = _draft_indices(drafter, labels[counted])
     chunks = _Chunks(
         drafter,
+        head,
         inputs,
-        target_hidden[places],
+        target_hidden[counted],
         indices,
         torch.stack([weights.ce * slots * is_known, weights.tv * slots]),
-        chunk_size or slots_within(LOSS_MEMORY, config.vocab_size),
+        chunk_size or slots_within(LOSS_MEMORY, drafter.config.vocab_size),
     )
     if torch.is_grad_enabled():
         loss, terms = _FormedGradients.apply(chunks.score_with_gradients, *inputs, *chunks.parameters)
     else:
         loss, terms = chunks.score()
     ce, distance = terms.new_zeros(2, *eval_mask.shape)
-    ce[places], distance[places] = terms[0] * is_known, terms[1]
+    ce[counted], distance[counted] = terms[0] * is_known, terms[1]
     return Comparison(loss, ce, distance)
 
 
@@ -190,7 +213,7 @@ def slots_within(memory: float, vocab_size: int) -> int:
     return max(1, int(memory * 2**20 / (VECTORS_PER_SLOT * 4 * vocab_size)))
 
 
-def _draft_indices(drafter: DSparkDrafter, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _draft_indices(drafter: Drafter, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft indices `(slots,)` of `labels (slots,)`, and whether they have one; any index if not."""
     if drafter.d2t is None:
         return labels, torch.ones_like(labels, dtype=torch.bool)
@@ -205,25 +228,26 @@ class _Chunks:
 
     Args:
         drafter: bound to its target.
+        head: its sequential head, if it has one.
         inputs: hidden states `(slots, d)` and, with a sequential head, its features `(slots, r)`.
         target_hidden: `(slots, d)`.
-        labels: `(slots,)`, draft indices.
+        labels: `(slots,)`, draft indices, or `None`.
         weights: `(2, slots)`, those of cross entropy and distance.
         size: slots per chunk, at most.
     """
 
-    drafter: DSparkDrafter
+    drafter: Drafter
+    head: VanillaMarkovHead | None
     inputs: list[torch.Tensor]
     target_hidden: torch.Tensor
-    labels: torch.Tensor
+    labels: torch.Tensor | None
     weights: torch.Tensor
     size: int
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What is trained of the drafter between `inputs` and its logits."""
-        head = self.drafter.markov_head
-        modules = [self.drafter.lm_head, None if head is None else head.markov_w2]
+        modules = [self.drafter.lm_head, None if self.head is None else self.head.markov_w2]
         return [each for module in modules if module is not None for each in module.parameters() if each.requires_grad]
 
     def score(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,23 +289,23 @@ class _Chunks:
 
     def __iter__(self) -> Iterator[slice]:
         """Rows of each chunk; chunks are of about the same size."""
-        count = len(self.labels)
+        count = len(self.target_hidden)
         step = max(1, math.ceil(count / max(1, math.ceil(count / self.size))))
         return (slice(start, start + step) for start in range(0, count, step))
 
     def _draft_logits(self, hidden: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
         base = self.drafter.project(hidden)
-        head = self.drafter.markov_head
-        return base if head is None else base + head.bias(*features)
+        return base if self.head is None else base + self.head.bias(*features)
 
     def _compare(
         self, draft_logits: torch.Tensor, rows: slice, weights: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         draft_ids = None if self.drafter.d2t is None else self.drafter.draft_ids
+        labels = None if self.labels is None else self.labels[rows]
         target_hidden = self.target_hidden[rows]
         # Handed on without a name here, so that the target's logits are dropped as soon as they have served.
         return compare_distributions(
-            draft_logits, self.drafter.target_logits(target_hidden), self.labels[rows], draft_ids, weights
+            draft_logits, self.drafter.target_logits(target_hidden), labels, draft_ids, weights
         )
 
 
@@ -379,15 +403,15 @@ def acceptance_sums(accept: torch.Tensor, eval_mask: torch.Tensor) -> Sums:
     """Acceptance by slot, and the accepted length of a block with its bonus token (`tau_probabilistic`).
 
     `accept (..., block)` is the chance that a slot is accepted if all before it are; the length that is expected of a
-    block is `1 + Σ_k Π_{i≤k} accept_i`.
+    block is `1 + Σ_k Π_{i≤k} accept_i`, a mean over the blocks whose first slot counts.
     """
     mask = eval_mask.float()
     valid = (accept * mask).flatten(0, -2)
     counts = mask.flatten(0, -2).sum(dim=0)
     sums: Sums = {f"accept_rate@{k}": (valid[:, k].sum(), counts[k]) for k in range(valid.shape[-1])}
-    has_slots = eval_mask.any(dim=-1).float().flatten()
+    begins = mask[..., 0].flatten()
     lengths = 1 + valid.cumprod(dim=-1).sum(dim=-1)
-    sums["tau_probabilistic"] = ((lengths * has_slots).sum(), has_slots.sum())
+    sums["tau_probabilistic"] = ((lengths * begins).sum(), begins.sum())
     return sums
 
 

@@ -3,7 +3,8 @@
 Parameters, optimizer states and cached states are counted exactly. Activations and hours are rough: they count what is
 largest and stand on `GPU`'s assumptions, and no large run has been measured against them.
 
-Symbols: `d` hidden size, `V` vocabulary, `r` Markov rank, `m` captured layers, `γ` block size.
+Symbols: `d` hidden size, `V` vocabulary, `V'` the tokens that the drafter predicts, `r` Markov rank, `m` captured
+layers, `γ` block size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models import DSparkConfig
+from ..models import DrafterConfig, DSparkConfig, Eagle3Config, MTPConfig
 from .state_storage import Layout
 
 GIB, GB, TB = 2**30, 1e9, 1e12
@@ -65,7 +66,7 @@ class Run:
         gpus: processes, each with a GPU.
         batch_size: sequences per GPU and pass.
         max_length: longest sequence, in tokens.
-        num_anchors: most blocks per sequence.
+        num_anchors: most blocks per sequence, of drafters that draft blocks.
         epochs: passes over the data.
         tokens: tokens of the data.
         sequences: sequences of the data.
@@ -163,24 +164,24 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 # --- the drafter -------------------------------------------------------------------------------------------------
 
 
-def layer_parameters(config: DSparkConfig) -> int:
-    """Weights of one layer: attention `d (2 q + 2 k)`, MLP `3 d w`, norms of `d` and of a head.
+def layer_parameters(config: DrafterConfig) -> int:
+    """Weights of one layer: attention `w (q + 2 k) + d q`, MLP `3 d u`, norms of `d` and of a head.
 
-    `q` and `k` are the widths of queries and keys, `w` that of the MLP; where values are keys there is one `k` less.
+    `q` and `k` are the widths of queries and keys, `u` that of the MLP, `w` that of what is projected, `d` but for
+    EAGLE-3; where values are keys there is one `k` less.
     """
     d, head_dim = config.hidden_size, config.head_dim
+    is_eagle3 = isinstance(config, Eagle3Config)
     query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    attention = d * (2 * query + (1 if config.attention_k_eq_v else 2) * key)
-    biases = (query + (1 if config.attention_k_eq_v else 2) * key + d) if config.attention_bias else 0
-    norms = d * (4 if config.sandwich_norms else 2) + 2 * head_dim
+    projected = query + (1 if config.attention_k_eq_v else 2) * key
+    attention = (2 * d if is_eagle3 else d) * projected + d * query
+    biases = projected + d if config.attention_bias else 0
+    norms = d * ((4 if config.sandwich_norms else 2) + is_eagle3) + 2 * head_dim * getattr(config, "head_norms", True)
     return attention + biases + 3 * d * config.intermediate_size + norms
 
 
 def head_parameters(config: DSparkConfig) -> int:
-    """Weights of the heads: `r (V + V')` and the gate or recurrence of the sequential one, `d + r + 1` of confidence.
-
-    `V'` are the tokens that the drafter predicts.
-    """
+    """Weights of the heads: `r (V + V')` and gate or recurrence of the sequential one, `d + r + 1` of confidence."""
     d, r = config.hidden_size, config.markov_rank
     gates = {"vanilla": 0, "gated": (d + r + 1) * r, "rnn": (2 * r + d + 1) * 3 * r}
     sequential = r * (config.vocab_size + config.predicted_vocab_size) + gates[config.markov_head_type] if r else 0
@@ -188,17 +189,64 @@ def head_parameters(config: DSparkConfig) -> int:
     return sequential + (features if config.enable_confidence_head else 0)
 
 
-def drafter_parameters(config: DSparkConfig) -> int:
-    """Trained weights of a drafter that shares its target's embeddings: `m d²`, two norms, the layers, the heads."""
+def drafter_parameters(config: DrafterConfig) -> int:
+    """Trained weights of a drafter that shares its target's embeddings.
+
+    The layers; of a drafter of blocks `m d²`, two norms and the heads; of EAGLE-3 `m d²`, a norm and `V' d` where the
+    LM head is its own; of MTP `2 d²` and three norms.
+    """
+    return config.num_hidden_layers * layer_parameters(config) + _around_layers(config)
+
+
+def _around_layers(config: DrafterConfig) -> int:
     d = config.hidden_size
-    fused = len(config.target_layer_ids) * d * d + 2 * d
-    return fused + config.num_hidden_layers * layer_parameters(config) + head_parameters(config)
+    fused = len(config.target_layer_ids) * d * d
+    if isinstance(config, DSparkConfig):
+        return fused + 2 * d + head_parameters(config)
+    if isinstance(config, Eagle3Config):
+        return fused + d + (0 if config.share_target_head else d * config.predicted_vocab_size)
+    if isinstance(config, MTPConfig):
+        return 2 * d * d + 3 * d
+    raise ValueError(f"`drafter` is a {type(config).__name__}, for which nothing can be predicted.")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What goes through a drafter's layers for one sequence.
+
+    Args:
+        computed: rows.
+        compared: those of them whose distributions are compared with the target's.
+        keys: columns of their attention mask.
+        cached: keys and values that are kept for the backward pass, beside those of the context.
+        context: positions whose keys and values are made of the target's states alone.
+    """
+
+    computed: float
+    compared: float
+    keys: float
+    cached: float
+    context: float
+
+
+def rows(config: DrafterConfig, length: float, num_anchors: float) -> Rows:
+    """Rows of a sequence of `length`.
+
+    A drafter of blocks computes γ for each anchor (one more where the anchor's is dropped). A recurrent one computes
+    each position γ times, and step s attends to s sequences of keys, most of which the mask hides.
+    """
+    steps = config.block_size
+    if isinstance(config, DSparkConfig):
+        computed = num_anchors * config.block_width
+        return Rows(computed, num_anchors * steps, length + computed, computed, length)
+    computed = length * steps
+    return Rows(computed, computed, length * (steps + 1) / 2, computed * (steps + 1) / 2, 0)
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
-def predict(target: TargetSize, drafter: DSparkConfig, run: Run, gpu: GPU | None = None) -> Prediction:
+def predict(target: TargetSize, drafter: DrafterConfig, run: Run, gpu: GPU | None = None) -> Prediction:
     """What a run will need."""
     parameters = drafter_parameters(drafter)
     return Prediction(
@@ -227,32 +275,33 @@ def optimizer_bytes() -> int:
     return 2 * FLOAT32
 
 
-def activation_memory(drafter: DSparkConfig, run: Run) -> float:
+def activation_memory(drafter: DrafterConfig, run: Run) -> float:
     """Rough: what is alive at once in the backward pass of the longest sequences, per GPU.
 
     A drafter's layers are as wide as the target's. Of the target one layer's activations and the `m + 1` states that
     are kept. Of the drafter, per token of a block and layer: the float32 stream twice, and in bf16 three states of
     `d`, queries and their attention, gate, up and product of the MLP; per token of context: keys and values of each
     layer, `m` states and the fused one; the mask of queries and keys. Checkpointing keeps one layer's and the streams.
-    Of the logits `loss_memory`, and float32 gradients of the sequential head's tables.
+    Of the logits `loss_memory`, and float32 gradients of the sequential head's tables. `rows` says of how many tokens.
     """
-    context = run.batch_size * run.max_length
-    block = run.batch_size * run.num_anchors * drafter.block_size
+    each = rows(drafter, run.max_length, run.num_anchors)
+    context, block = run.batch_size * run.max_length, run.batch_size * each.computed
     keys = drafter.num_key_value_heads * drafter.head_dim
     queries = drafter.num_attention_heads * drafter.head_dim
     d, captured = drafter.hidden_size, len(drafter.target_layer_ids)
     states = context * BF16 * (captured + 1) * d
     of_target = context * BF16 * (4 * d + 2 * queries + 3 * drafter.intermediate_size)
     per_layer = block * (2 * FLOAT32 * d + BF16 * (3 * d + 2 * queries + 3 * drafter.intermediate_size))
-    per_layer += 2 * BF16 * keys * (context + block)
+    per_layer += 2 * BF16 * keys * run.batch_size * (each.context + each.cached)
     kept_layers: float = drafter.num_hidden_layers
-    streams = 0
+    streams = 0.0
     if run.gradient_checkpointing:
         streams = block * FLOAT32 * d * drafter.num_hidden_layers
         kept_layers = 1
-    mask = block * (run.max_length + run.num_anchors * drafter.block_size)
+    mask = block * each.keys
     fused = context * BF16 * 2 * d
-    logits = run.loss_memory * 2**20 + FLOAT32 * drafter.markov_rank * drafter.predicted_vocab_size
+    rank = drafter.markov_rank if isinstance(drafter, DSparkConfig) else 0
+    logits = run.loss_memory * 2**20 + FLOAT32 * rank * drafter.predicted_vocab_size
     hidden = 3 * block * FLOAT32 * d
     drafting = kept_layers * per_layer + streams + fused + BF16 * mask + logits + hidden
     return states + max(of_target, drafting)
@@ -266,37 +315,46 @@ def disk(target: TargetSize, parameters: int, run: Run) -> float:
     return BF16 * target.parameters + (run.kept_checkpoints + 1) * checkpoint + FLOAT32 * parameters + 5 * run.tokens
 
 
-def cached_states(drafter: DSparkConfig, run: Run) -> float:
+def cached_states(drafter: DrafterConfig, run: Run) -> float:
     """Bytes of the target's `m + 1` states of all tokens in bf16."""
     layout = Layout("bf16", len(drafter.target_layer_ids) + 1, drafter.hidden_size)
     return layout.bytes_of(round(run.tokens), round(run.sequences))
 
 
-def hours(target: TargetSize, drafter: DSparkConfig, run: Run, gpu: GPU) -> float:
+def hours(target: TargetSize, drafter: DrafterConfig, run: Run, gpu: GPU) -> float:
     """Rough: arithmetic of all passes over what the GPUs do at the assumed utilisation.
 
     A multiplication by a weight takes 2 operations per token forward and 4 backward. Per token of text: the target's
     active weights forward, the drafter's fusion and its keys and values forward and backward. Per token of a block:
     the drafter's layers and heads forward and backward; the LM head forward for the target, forward and half the
-    backward (it is frozen) for the drafter. Attention adds `4 × width × keys` forward and twice that backward.
+    backward (it is frozen) for the drafter. A recurrent drafter has no keys and values of context. Attention adds
+    `4 × width × keys` forward and twice that backward.
     """
     length = run.tokens / run.sequences
-    slots = min(run.num_anchors, length) * drafter.block_size  # per sequence; no more anchors than tokens
+    each = rows(drafter, length, min(run.num_anchors, length))  # no more anchors than tokens
     d, queries = drafter.hidden_size, drafter.num_attention_heads * drafter.head_dim
     keys = drafter.num_key_value_heads * drafter.head_dim
-    per_token = 2 * target.active + 4 * target.num_layers * queries * length / 2
-    per_token += 6 * (len(drafter.target_layer_ids) * d * d + drafter.num_hidden_layers * 2 * keys * d)
-    head = d * (2 * target.vocab_size + 4 * drafter.predicted_vocab_size)
-    sequential = 6 * drafter.markov_rank * drafter.predicted_vocab_size
-    attention = drafter.num_hidden_layers * 12 * queries * (length / 2 + drafter.block_size)
-    per_slot = 6 * drafter.num_hidden_layers * layer_parameters(drafter) + head + sequential + attention
-    operations = run.epochs * run.sequences * (length * per_token + slots * per_slot)
-    return operations / (run.gpus * gpu.tflops * 1e12 * gpu.utilisation) / 3600
+    per_token: float = 2 * target.active + 4 * target.num_layers * queries * length / 2
+    per_row = 6 * drafter.num_hidden_layers * layer_parameters(drafter)
+    if isinstance(drafter, MTPConfig):
+        per_row += 6 * 2 * d * d
+    else:
+        per_token += 6 * len(drafter.target_layer_ids) * d * d
+    per_token += 6 * drafter.num_hidden_layers * 2 * keys * d * each.context / length
+    # Blocks are masked so that they see half of the context on average; of a recurrent drafter all is computed.
+    seen = each.keys if not each.context else length / 2 + drafter.block_size
+    per_row += drafter.num_hidden_layers * 12 * queries * seen
+    per_slot = d * (2 * target.vocab_size + 4 * drafter.predicted_vocab_size)
+    if isinstance(drafter, DSparkConfig):
+        per_slot += 6 * drafter.markov_rank * drafter.predicted_vocab_size
+    operations = length * per_token + each.computed * per_row + each.compared * per_slot
+    return run.epochs * run.sequences * operations / (run.gpus * gpu.tflops * 1e12 * gpu.utilisation) / 3600
 
 
 __all__ = [
     "GPU",
     "Prediction",
+    "Rows",
     "Run",
     "TargetSize",
     "cached_states",
@@ -305,5 +363,6 @@ __all__ = [
     "layer_parameters",
     "optimizer_bytes",
     "predict",
+    "rows",
     "target_size",
 ]

@@ -19,14 +19,42 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from ..models import DSparkConfig
+from ..models import DrafterConfig, DSparkConfig, Eagle3Config, MTPConfig
 from .arguments import DSparkTrainingArguments
 from .sharding import check_wrapping
 
 
+@dataclass(frozen=True)
+class Method:
+    """A way of drafting that can be trained.
+
+    Args:
+        config_class: the configuration of its drafters.
+        shape: fields of it that make the method.
+        training: defaults of `DSparkTrainingArguments` that the method replaces.
+    """
+
+    config_class: type[DrafterConfig]
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+METHODS = {
+    "dspark": Method(DSparkConfig),
+    "dflash": Method(
+        DSparkConfig,
+        shape={"markov_rank": 0, "enable_confidence_head": False},
+        training={"ce_weight": 1.0, "tv_weight": 0.0},
+    ),
+    "eagle3": Method(Eagle3Config),
+    "mtp": Method(MTPConfig),
+}
+"""Methods by name."""
+
+
 @dataclass
 class DrafterArguments:
-    """Which target, and what drafter for it."""
+    """Which target, and what drafter for it; what is unset is as the method's configuration has it."""
 
     target: str = field(metadata={"help": "Model to draft for: a Hub repository or a local folder."})
     target_device_map: str | None = field(
@@ -36,16 +64,31 @@ class DrafterArguments:
             "devices of one process; whole on the device of each process if unset."
         },
     )
+    method: str = field(default="dspark", metadata={"help": "Kind of drafter: `dspark`, `dflash`, `eagle3` or `mtp`."})
     warm_start: str | None = field(
         default=None, metadata={"help": "Trained drafter to go on from; its shape replaces the options for it."}
     )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in the output folder."})
-    num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the drafter."})
-    block_size: int = field(default=7, metadata={"help": "Tokens drafted in one round."})
-    markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 for none (DFlash)."})
-    markov_head_type: str = field(default="vanilla", metadata={"help": "`vanilla`, `gated` or `rnn`."})
-    enable_confidence_head: bool = field(
-        default=True, metadata={"help": "Whether the drafter predicts if its tokens survive."}
+    num_hidden_layers: int | None = field(
+        default=None, metadata={"help": "Layers of the drafter; 2 if unset, 1 for `eagle3` and `mtp`."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens drafted in one round; 7 if unset, 1 for `mtp`."}
+    )
+    sample_from_anchor: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the anchor's slot predicts, as in DSpark; true if unset, false as in z-lab's DFlash."
+        },
+    )
+    markov_rank: int | None = field(
+        default=None, metadata={"help": "Rank of the sequential head of `dspark`, 0 for none; 256 if unset."}
+    )
+    markov_head_type: str | None = field(
+        default=None, metadata={"help": "`vanilla`, `gated` or `rnn`; `vanilla` if unset."}
+    )
+    enable_confidence_head: bool | None = field(
+        default=None, metadata={"help": "Whether the drafter predicts if its tokens survive; `dspark` does if unset."}
     )
     target_layer_ids: list[int] | None = field(
         default=None, metadata={"help": "Target layers to read; -1 is the embedding output; spread if unset."}
@@ -57,10 +100,23 @@ class DrafterArguments:
         default=None, metadata={"help": "Token for undecided slots, one that text never contains; found if unset."}
     )
 
-    def drafter_config(self) -> DSparkConfig:
-        """What `get_drafter` is to build."""
-        names = {each.name for each in fields(self)} & set(DSparkConfig.__annotations__)
-        return DSparkConfig(**{name: getattr(self, name) for name in names})
+    def drafter_config(self) -> DrafterConfig:
+        """What `get_drafter` is to build.
+
+        Raises:
+            TypeError: if an option is of another type than its field.
+            ValueError: if there is no such method, an option is out of its range, or it is not for this method.
+        """
+        if self.method not in METHODS:
+            raise ValueError(f"`method` is {self.method!r}; choose one of {', '.join(METHODS)}.")
+        method = METHODS[self.method]
+        known = set().union(*(each.config_class.drafter_fields() for each in METHODS.values()))
+        names = [each.name for each in fields(self) if each.name in known]
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            if name not in method.config_class.drafter_fields() or method.shape.get(name, value) != value:
+                raise ValueError(f"`{name}` is {value!r}, which is not for `method` {self.method!r}; leave it out.")
+        return method.config_class(**{**given, **method.shape})
 
 
 @dataclass
@@ -161,6 +217,9 @@ class RecipeParser(HfArgumentParser):
         for name in NEEDED:
             if getattr(found, name) is None:
                 raise ValueError(f"`{name}` is not given; it is needed, as an option or in the recipe.")
+        if found.method in METHODS:  # which other ones there are is said when a drafter is to be made
+            defaults = METHODS[found.method].training.items()
+            arguments = [*(part for name, value in defaults for part in _as_arguments(name, value, False)), *arguments]
         drafter, data, training, _ = self.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         check_wrapping(training)
         return drafter, data, training
@@ -184,4 +243,4 @@ def _as_arguments(name: str, value: Any, is_switch: bool) -> list[str]:
     return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-__all__ = ["DataArguments", "DrafterArguments", "RecipeParser"]
+__all__ = ["METHODS", "DataArguments", "DrafterArguments", "Method", "RecipeParser"]

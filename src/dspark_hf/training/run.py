@@ -15,10 +15,10 @@ import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from ..conversion.formats import DSPARK, detect_format, read_json
+from ..conversion.formats import DSPARK, detect_format, find_file, read_json
 from ..conversion.loading import check_location, load_language_model, load_tokenizer
 from ..data import DataReport, frequent_tokens, generation_prompt, prepare_dataset
-from ..models import DSparkDrafter, without_adapters
+from ..models import DRAFTER_CLASSES, Drafter, DSparkConfig, DSparkDrafter, without_adapters
 from .arguments import DSparkTrainingArguments
 from .losses import world_size
 from .sharding import shard_layers
@@ -205,7 +205,7 @@ def _end_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 def train_drafter(
     target: str | os.PathLike[str] | PreTrainedModel,
     train_data: Data,
-    drafter: str | os.PathLike[str] | DSparkDrafter,
+    drafter: str | os.PathLike[str] | Drafter,
     training_args: DSparkTrainingArguments,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -214,12 +214,13 @@ def train_drafter(
     resume: bool | str = False,
     num_proc: int | None = None,
     callbacks: list[TrainerCallback] | None = None,
-) -> DSparkDrafter:
+) -> Drafter:
     """Trains `drafter` for `target` and saves it, with the tokenizer and a summary, in `training_args.output_dir`.
 
-    Weights are trained and saved in float32; with `training_args.bf16` the arithmetic is bfloat16. With
-    `training_args.states_cache` the target's states over the training data come from that folder, which is filled
-    first where it is not complete (by one of several processes, while the others wait).
+    Drafters of all kinds are trained, each with the loss of its method (see `DSparkTrainer`). Weights are trained and
+    saved in float32; with `training_args.bf16` the arithmetic is bfloat16. With `training_args.states_cache` the
+    target's states over the training data come from that folder, which is filled first where it is not complete (by
+    one of several processes, while the others wait).
 
     Args:
         target: the model to draft for, or its name or path.
@@ -256,12 +257,12 @@ def train_drafter(
     if isinstance(target, (str, os.PathLike)):
         target, loaded = load_target(target)
         tokenizer = tokenizer or loaded
-    if not isinstance(without_adapters(drafter), DSparkDrafter):
-        check_location(drafter, "`drafter`")
-        drafter = DSparkDrafter.from_pretrained(drafter)
     model: Any = drafter
+    if not isinstance(without_adapters(drafter), Drafter):
+        model = _load_drafter(drafter)
     model.check_target(target)
-    model.config.confidence_temperatures = None  # those of another training say nothing about the weights to come
+    if isinstance(model.config, DSparkConfig):
+        model.config.confidence_temperatures = None  # those of other weights say nothing about the weights to come
 
     def prepare(data: Data) -> tuple[Dataset, DataReport]:
         return _prepare(data, target, training_args, tokenizer, split_long, num_proc)
@@ -292,6 +293,14 @@ def train_drafter(
     if trainer.is_world_process_zero():
         _write_summary(trainer, report, metrics)
     return model.eval()
+
+
+def _load_drafter(path: Any) -> Drafter:
+    """A trained drafter in this package's format, of any kind."""
+    check_location(path, "`drafter`")
+    config = read_json(find_file(path, "config.json", {}))
+    drafter: Drafter = DRAFTER_CLASSES.get(config.get("model_type", ""), DSparkDrafter).from_pretrained(path)
+    return drafter
 
 
 def _check_output(output_dir: str) -> None:
@@ -349,6 +358,7 @@ def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     summary: dict[str, Any] = {
         "target": trainer.target.config.name_or_path,
+        "drafter": drafter.config.model_type,
         "parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
         "data": dataclasses.asdict(report),
         "arguments": {name: _plain(getattr(args, name)) for name in names},
@@ -379,6 +389,7 @@ RECIPE = {
     "num_train_epochs",
     "per_device_train_batch_size",
     "seed",
+    "step_loss_decay",
     "tv_weight",
     "warmup_steps",
     "weight_decay",

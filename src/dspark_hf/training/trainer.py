@@ -12,27 +12,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data import DrafterCollator
-from ..models import DSparkDrafter, without_adapters
-from .anchors import Anchors, block_attention_mask, evaluation_mask, make_blocks, sample_anchors
+from ..models import Drafter, DSparkDrafter, Eagle3Drafter, MTPDrafter, without_adapters
 from .arguments import DSparkTrainingArguments
-from .losses import (
-    EPSILON,
-    DSparkLoss,
-    LossWeights,
-    Sums,
-    compare_blocks,
-    dspark_loss,
-    slot_weights,
-    slots_within,
-    sum_over_processes,
-    world_size,
-)
+from .blockwise import BlockObjective
+from .losses import EPSILON, DSparkLoss, Sums, sum_over_processes, world_size
+from .objective import Batch, Objective
+from .recurrent import Eagle3Objective, MTPObjective
 from .state_cache import INDEX, IndexedCollator, StateCache, open_state_cache
 from .target_states import TargetStates, check_last_state, compute_target_states, place_target
 
 logger = logging.getLogger(__name__)
 
-Batch = dict[str, torch.Tensor]
+OBJECTIVES: dict[type[Drafter], type[Objective]] = {
+    DSparkDrafter: BlockObjective,
+    Eagle3Drafter: Eagle3Objective,
+    MTPDrafter: MTPObjective,
+}
+"""What each kind of drafter is trained on."""
 
 # Metrics keep the names of the reference; logs shorten this one.
 LOGGED_NAMES = {"tau_probabilistic": "tau"}
@@ -66,21 +62,21 @@ class RunningMetrics:
 
 
 class DSparkTrainer(Trainer):
-    """Trains a drafter against a frozen target.
+    """Trains a drafter of any kind against a frozen target, each with the loss of its method (`OBJECTIVES`).
 
     The target's states are computed for each batch as it comes or, with `args.states_cache`, read from there; those of
     evaluation data are always computed. The target belongs to the trainer only: it is neither saved nor trained nor
-    part of the model. Beside the loss the log has its terms (`ce_loss`, `l1_loss`,
-    `confidence_loss`), the accepted length that is expected of a round with its bonus token (`tau`), acceptance by
-    slot (`accept_rate@0`, ...) and how well the confidence fits it, each averaged since the last log; `evaluate` gives
-    the same with the prefix `eval_`.
+    part of the model. Beside the loss the log has those of its terms that the method has (`ce_loss`, which is the soft
+    cross entropy for EAGLE-3, `l1_loss`, `confidence_loss`), the accepted length that is expected of a round with its
+    bonus token (`tau`), acceptance by slot (`accept_rate@0`, ...) and how well the confidence fits it, each averaged
+    since the last log; `evaluate` gives the same with the prefix `eval_`.
 
-    Anchors depend on `args.seed`, the step and the row, so a run that is resumed draws those of an unbroken one. In
-    evaluation they depend on the row only.
+    Anchors, where the method has them, depend on `args.seed`, the step and the row, so a run that is resumed draws
+    those of an unbroken one. In evaluation they depend on the row only.
 
     Args:
-        model: the drafter, or a `peft.PeftModel` around it. Its own embeddings and LM head, if it has them, stay as
-            they are.
+        model: the drafter, or a `peft.PeftModel` around it. Its copies of the target's embeddings and LM head, if it
+            has them, stay as they are.
         target: the model that it will draft for.
         args: training arguments.
         train_dataset: rows with `input_ids` and `loss_mask`, from `dspark_hf.data.prepare_dataset`.
@@ -102,7 +98,7 @@ class DSparkTrainer(Trainer):
 
     def __init__(
         self,
-        model: DSparkDrafter,
+        model: Drafter,
         target: PreTrainedModel,
         args: DSparkTrainingArguments,
         train_dataset: Any = None,
@@ -116,11 +112,17 @@ class DSparkTrainer(Trainer):
         if args.n_gpu > 1:
             logger.warning("One of %d GPUs is used; start with `accelerate launch` or `torchrun` for all.", args.n_gpu)
             args._n_gpu = 1
+        drafter = without_adapters(model)
+        if args.gradient_checkpointing and not drafter.supports_gradient_checkpointing:
+            raise ValueError(
+                f"`gradient_checkpointing` is True, which a {type(drafter).__name__} does not support: what is "
+                "computed again would be in its cache twice. Leave it False."
+            )
         model.bind_target(target)
         check_last_state(target, model)
-        for own in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if own is not None:
-                own.requires_grad_(False)
+        for copied in (drafter.embed_tokens, None if drafter.has_own_head else drafter.lm_head):
+            if copied is not None:
+                copied.requires_grad_(False)
         self.target = target.requires_grad_(False).eval()
         self._train_metrics, self._eval_metrics = RunningMetrics(), RunningMetrics()
         data_collator = data_collator or DrafterCollator()
@@ -148,25 +150,13 @@ class DSparkTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | int | None]:
-        """The batches of one optimiser step with their anchors, and the sum of their slots' weights."""
+        """The batches of one optimiser step with what is drawn for them, and the sum of their slots' weights."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
-            anchors = self._sample_anchors(batch, self.state.global_step)
-            batch["anchor_positions"], batch["anchor_keep"] = anchors.positions, anchors.keep
-            eval_mask = evaluation_mask(anchors, _padded_mask(batch), self._drafter.config.block_size)
-            total += slot_weights(eval_mask, self.args.loss_decay).sum().to(device)
+            self._objective.draw(batch, self.state.global_step)
+            total += self._objective.total_weight(batch).to(device)
         return batches, sum_over_processes(total)
-
-    def _sample_anchors(self, batch: Batch, step: int) -> Anchors:
-        return sample_anchors(
-            batch["input_ids"],
-            batch["attention_mask"],
-            batch["loss_mask"],
-            num_anchors=self.args.num_anchors,
-            seed=self.args.seed,
-            step=step,
-        )
 
     def compute_loss(
         self,
@@ -184,28 +174,13 @@ class DSparkTrainer(Trainer):
     def _batch_loss(
         self, model: nn.Module, batch: Batch, total_weight: torch.Tensor | int | None, processes: int
     ) -> DSparkLoss:
-        if "anchor_positions" in batch:
-            anchors = Anchors(batch["anchor_positions"], batch["anchor_keep"])
-        else:
-            anchors = self._sample_anchors(batch, self.state.global_step)
-        config: Any = self._drafter.config
+        self._objective.draw(batch, self.state.global_step)
         # Autocast would reach `model.forward` alone, and the heads are applied outside.
         with self.accelerator.autocast():
-            states = self._target_states(batch)
-            return blockwise_loss(
+            return self._objective.loss(
                 model,
-                self._drafter,
-                batch["input_ids"],
-                _padded_mask(batch),
-                anchors,
-                states,
-                LossWeights(
-                    ce=self.args.ce_weight,
-                    tv=self.args.tv_weight,
-                    confidence=self.args.confidence_weight,
-                    decay=self.args.loss_decay,
-                ),
-                chunk_size=slots_within(self.args.loss_memory, config.vocab_size),
+                batch,
+                self._target_states(batch),
                 total_weight=None if total_weight is None else torch.as_tensor(total_weight),
                 processes=processes,
             )
@@ -219,9 +194,14 @@ class DSparkTrainer(Trainer):
         return compute_target_states(self.target, layers, input_ids, batch["attention_mask"])
 
     @property
-    def _drafter(self) -> DSparkDrafter:
-        drafter: DSparkDrafter = without_adapters(self.accelerator.unwrap_model(self.model))
+    def _drafter(self) -> Drafter:
+        drafter: Drafter = without_adapters(self.accelerator.unwrap_model(self.model))
         return drafter
+
+    @property
+    def _objective(self) -> Objective:
+        drafter = self._drafter
+        return next(kind for drafters, kind in OBJECTIVES.items() if isinstance(drafter, drafters))(drafter, self.args)
 
     # --- evaluation and logs ---------------------------------------------------------------------------------
 
@@ -234,12 +214,10 @@ class DSparkTrainer(Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of one batch; metrics are added up on the side and nothing else is gathered."""
         inputs = self._prepare_inputs(inputs)
-        anchors = self._sample_anchors(inputs, step=0)
-        inputs["anchor_positions"], inputs["anchor_keep"] = anchors.positions, anchors.keep
-        eval_mask = evaluation_mask(anchors, _padded_mask(inputs), self._drafter.config.block_size)
+        self._objective.draw(inputs, step=0)
         with torch.no_grad():
             # Processes may have different numbers of batches: nothing is reduced before the end.
-            result = self._batch_loss(model, inputs, slot_weights(eval_mask, self.args.loss_decay).sum(), processes=1)
+            result = self._batch_loss(model, inputs, self._objective.total_weight(inputs), processes=1)
         self._eval_metrics.add(result.sums)
         return result.loss.detach(), None, None
 
@@ -258,72 +236,4 @@ class DSparkTrainer(Trainer):
         super().log(logs, start_time)
 
 
-def blockwise_loss(
-    model: nn.Module,
-    drafter: DSparkDrafter,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    anchors: Anchors,
-    states: TargetStates,
-    weights: LossWeights,
-    chunk_size: int | None = None,
-    total_weight: torch.Tensor | None = None,
-    processes: int | None = None,
-) -> DSparkLoss:
-    """Drafts the blocks at `anchors` and scores them against the target.
-
-    Args:
-        model: `drafter`, or its wrapper in distributed training, whose forward must be the one that is called.
-        drafter: bound to the target.
-        input_ids: `(batch, seq)`.
-        loss_mask: `(batch, seq)`, 0 at padding.
-        anchors: where the blocks start.
-        states: the target's over `input_ids`.
-        weights: weights of the loss.
-        chunk_size: see `compare_blocks`.
-        total_weight: see `dspark_loss`.
-        processes: see `dspark_loss`.
-    """
-    config: Any = drafter.config  # of a built drafter, so no field is unset
-    blocks = make_blocks(input_ids, loss_mask, anchors, config.block_size, config.mask_token_id)
-    masks = {
-        layer_type: block_attention_mask(
-            anchors,
-            input_ids.shape[1],
-            config.block_size,
-            config.sliding_window if layer_type == "sliding_attention" else None,
-        )
-        for layer_type in set(config.layer_types)
-    }
-    hidden = model(
-        input_ids=blocks.input_ids,
-        target_states=states.context,
-        position_ids=blocks.position_ids,
-        attention_mask=masks,
-        compute_logits=False,
-    ).last_hidden_state
-    # One dummy stays where there is nothing else: every process must reach every parameter.
-    keep = anchors.keep if bool(anchors.keep.any()) else torch.ones_like(anchors.keep)
-    hidden = hidden.unflatten(1, (-1, config.block_size))[keep]
-    rows = torch.arange(len(input_ids), device=input_ids.device)[:, None, None]
-    target_hidden = states.last[rows, blocks.slots][keep]
-    previous_ids, labels, eval_mask = blocks.previous_ids[keep], blocks.labels[keep], blocks.eval_mask[keep]
-    compared = compare_blocks(
-        drafter, hidden, previous_ids, target_hidden, labels, eval_mask, weights, chunk_size=chunk_size
-    )
-    return dspark_loss(
-        compared,
-        drafter.confidence_logits(hidden, drafter.embed_previous(previous_ids)),
-        eval_mask,
-        weights,
-        total_weight=total_weight,
-        processes=processes,
-    )
-
-
-def _padded_mask(batch: Batch) -> torch.Tensor:
-    """Loss mask `(batch, seq)`, 0 at padding."""
-    return batch["loss_mask"].bool() & batch["attention_mask"].bool()
-
-
-__all__ = ["DSparkTrainer", "RunningMetrics", "blockwise_loss"]
+__all__ = ["OBJECTIVES", "DSparkTrainer", "RunningMetrics"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("auroc", "brier_score", "expected_calibration_error")
+NAMES = ("accepted_length", "auroc", "brier_score", "expected_calibration_error", "wasted_tokens")
 
 
 def metric_path(name: str) -> str:
