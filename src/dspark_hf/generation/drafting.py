@@ -7,9 +7,8 @@ captured layers, `d` the hidden size, `vocab`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -24,8 +23,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-GoesOn = Callable[[list[float]], bool]
-"""Says whether the next token is worth drafting, given its confidence in each row; asked once for each, in order."""
+class GoesOn(Protocol):
+    """Says whether a draft goes on.
+
+    Attributes:
+        sure: tokens of each row that are drafted without asking.
+    """
+
+    sure: int
+
+    def __call__(self, confidences: list[list[float]]) -> bool:
+        """Whether to draft the next token, given its confidence in each row, after those not given before."""
 
 
 @dataclass
@@ -170,11 +178,14 @@ class DraftSession(NoDrafts):
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         asked: list[list[float]] = []
+        embeddings: list[torch.Tensor | None] = []
         for position in range(count):
             own, embedding = hidden[:, position], self.drafter.embed_previous(ids[-1])
-            if goes_on is not None:
-                asked.append(self._next_confidences(own, embedding, position))
-                if not goes_on(asked[-1]) and position:
+            embeddings.append(embedding)
+            if goes_on is not None and position >= goes_on.sure:
+                new = self._new_confidences(hidden, embeddings, len(asked))
+                asked += new
+                if not goes_on(new) and position:
                     break
             logits, state = self.drafter.draft_step(base_logits[:, position], own, embedding, state)
             if position and self.processors.needs_ids:
@@ -187,21 +198,33 @@ class DraftSession(NoDrafts):
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
         if goes_on is not None:
-            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T
+            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T if asked else None
         elif self.wants_confidences:
             proposal.confidence_logits, proposal.confidences = self._confidences(
                 hidden[:, :count], path[:, :-1], probs
             )
         return proposal
 
-    def _next_confidences(self, hidden: torch.Tensor, embedding: torch.Tensor | None, position: int) -> list[float]:
-        """Confidence of one token of each row, before it is drawn; `hidden (batch, d)`, `embedding (batch, r)`."""
-        logits = self.drafter.confidence_logits(hidden, embedding)
-        temperatures = self.drafter.config.confidence_temperatures
-        divisor = 2.0 * (1.0 if temperatures is None else temperatures[position])
+    def _new_confidences(
+        self, hidden: torch.Tensor, embeddings: list[torch.Tensor | None], first: int
+    ) -> list[list[float]]:
+        """Confidences of drafted tokens, in each row, from the `first` to the next one, before that is drawn.
+
+        Args:
+            hidden: `(batch, block, d)`.
+            embeddings: `(batch, r)` of the token before each, up to the next one.
+            first: see above.
+        """
+        previous = None if embeddings[0] is None else torch.stack(embeddings[first:], dim=1)
+        logits = self.drafter.confidence_logits(hidden[:, first : len(embeddings)], previous)
+        columns = [[]] * (len(embeddings) - first) if logits is None else logits.T.tolist()
+        temperatures = self.drafter.config.confidence_temperatures or [1.0] * len(embeddings)
         # Written with tanh, which does not overflow. Where the logits are NaN nothing is expected to survive.
-        sigmoids = [0.5 + 0.5 * math.tanh(logit / divisor) for logit in ([] if logits is None else logits.tolist())]
-        return [0.0 if math.isnan(each) else each for each in sigmoids]
+        sigmoids = (
+            [0.5 + 0.5 * math.tanh(logit / (2.0 * temperature)) for logit in column]
+            for column, temperature in zip(columns, temperatures[first:], strict=False)
+        )
+        return [[0.0 if math.isnan(each) else each for each in column] for column in sigmoids]
 
     def _confidences(
         self, hidden: torch.Tensor, previous_ids: torch.Tensor, probs: list[torch.Tensor]
