@@ -3,8 +3,9 @@
 For each load, that many requests are active at any time: when one ends the next one joins. Each policy runs for a
 number of tokens per request, and so many in all that luck does not decide; all policies take turns, several times
 over, in one process, and keep from turn to turn what they have learnt, as on a server. The costs that the scheduler
-goes by are measured first. Reported are tokens per second (median and range over the repeats, and the ratio, repeat by
-repeat, to the best of plain decoding and of every fixed length), accepted length (bonus token included), and the
+goes by are measured first. Reported are tokens per second (median and range over the repeats), the ratio, repeat by
+repeat, to plain decoding and to the best of plain decoding and of every fixed length (geometric means with bootstrap
+intervals; which one is best is taken from the other repeats), accepted length (bonus token included), and the
 drafted tokens verified per request and round. One more policy drafts with a drafter that is always wrong.
 
     python benchmarks/concurrency.py --loads 1 2 4 8 16 32 --tokens 64 --repeats 5
@@ -118,27 +119,55 @@ def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
 
 
 def summary(load: int, policy: str, figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians and ranges over the repeats; ratios are taken within each repeat."""
+    """Medians, ranges and intervals over the repeats; ratios are taken within each repeat."""
     rates = {name: [entry["tokens_per_second"] for entry in entries] for name, entries in figures.items()}
-    others = [name for name in rates if name not in (AUTO, WRONG)]
-    # The best policy is the one with the best median; the best of each repeat would be the luckiest of many.
-    best = max(others, key=lambda name: statistics.median(rates[name]))
-    to_best = [mine / other for mine, other in zip(rates[policy], rates[best], strict=True)]
+    rivals = best_rivals(rates)
+    to_best = [
+        mine / rates[best][repeat] for repeat, (mine, best) in enumerate(zip(rates[policy], rivals, strict=True))
+    ]
     to_plain = [mine / other for mine, other in zip(rates[policy], rates[PLAIN], strict=True)]
     return {
         "load": load,
         "policy": policy,
         "tokens_per_second": statistics.median(rates[policy]),
         "tokens_per_second_range": [min(rates[policy]), max(rates[policy])],
-        "best_other": best,
-        "to_best_other": statistics.median(to_best),
-        "to_best_other_range": [min(to_best), max(to_best)],
-        "to_plain": statistics.median(to_plain),
-        "to_plain_range": [min(to_plain), max(to_plain)],
+        "best_other": statistics.mode(rivals),
+        "to_best_other": mean_ratio(to_best),
+        "to_best_other_interval": interval(to_best),
+        "to_plain": mean_ratio(to_plain),
+        "to_plain_interval": interval(to_plain),
         **{
             name: statistics.median(entry[name] for entry in figures[policy]) for name in ("accepted_length", "budget")
         },
     }
+
+
+def best_rivals(rates: dict[str, list[float]]) -> list[str]:
+    """For each repeat, which of plain decoding and the fixed lengths was best in all the other repeats.
+
+    The best of the repeat itself, or of all, would be the luckiest of many, and look better than it is.
+    """
+    others = {name: rate for name, rate in rates.items() if name not in (AUTO, WRONG)}
+    repeats = len(rates[PLAIN])
+    return [
+        max(others, key=lambda name: statistics.fmean(_without(others[name], repeat))) for repeat in range(repeats)
+    ]
+
+
+def _without(rates: list[float], repeat: int) -> list[float]:
+    return rates[:repeat] + rates[repeat + 1 :] if len(rates) > 1 else rates
+
+
+def mean_ratio(ratios: list[float]) -> float:
+    """Geometric mean."""
+    return statistics.geometric_mean(ratios)
+
+
+def interval(ratios: list[float], draws: int = 10_000) -> list[float]:
+    """95% bootstrap interval of the geometric mean over the repeats."""
+    rng = random.Random(0)
+    means = sorted(mean_ratio(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return [means[int(0.025 * draws)], means[int(0.975 * draws)]]
 
 
 def main() -> None:
@@ -179,17 +208,17 @@ def main() -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="tokens per second under load, temperature 1")
-    for column in ("load", "policy", "tokens/s", "to plain", "to best other", "range", "accepted", "verified"):
+    for column in ("load", "policy", "tokens/s", "to plain", "to best other", "95%", "accepted", "verified"):
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=column != "policy")
     for row in rows:
-        low, high = row["to_best_other_range"]
+        low, high = row["to_best_other_interval"]
         table.add_row(
             str(row["load"]),
             row["policy"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['to_plain']:.2f}",
             f"{row['to_best_other']:.3f}",
-            f"{low:.2f}-{high:.2f}",
+            f"{low:.3f}-{high:.3f}",
             f"{row['accepted_length']:.2f}",
             f"{row['budget']:.2f}",
             end_section=row["policy"] == WRONG,

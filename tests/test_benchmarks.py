@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.utils import logging
 
 from dspark_hf.embedded import DRAFTER
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(name: str, output: Path, *arguments: str) -> dict:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--output", str(output)]
-    subprocess.run(command, check=True)
-    return json.loads(output.read_text(encoding="utf-8"))
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a script as from the shell, but here: starting Python anew would take most of the time."""
+    output = tmp_path / "report.json"
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def start(name: str, *arguments: str) -> dict:
+        path = ROOT / "benchmarks" / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments, "--output", str(output)])
+        runpy.run_path(str(path), run_name="__main__")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    yield start
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
 
 
 @pytest.mark.slow
-def test_embedded_pair(tmp_path):
+def test_embedded_pair(run):
     arguments = ("--prompts-per-kind=1", "--repeats=1", "--new-tokens=16", "--batch-size=3")
-    report = run("embedded_pair", tmp_path / "report.json", *arguments)
+    report = run("embedded_pair", *arguments)
     assert len(report["rows"]) == 8
     assert all(row["accepted_length"] >= 1 and row["speedup_median"] > 0 for row in report["rows"])
     assert [row["identical_to_plain"] for row in report["rows"] if row["decoding"] == "greedy"] == [1, 1, 1, 3]
 
 
 @pytest.mark.slow
-def test_concurrency(tmp_path):
+def test_concurrency(run, tmp_path):
     arguments = ("--loads", "1", "2", "--tokens=4", "--least=4", "--repeats=1", "--profile-repeats=1")
-    report = run("concurrency", tmp_path / "report.json", *arguments)
+    report = run("concurrency", *arguments)
     policies = 3 + json.loads((DRAFTER / "config.json").read_text(encoding="utf-8"))["block_size"]
     assert [row["load"] for row in report["rows"]] == [1] * policies + [2] * policies
     for row in report["rows"]:
@@ -42,16 +56,16 @@ def test_concurrency(tmp_path):
 
 
 @pytest.mark.slow
-def test_thresholds(tmp_path):
+def test_thresholds(run, tmp_path):
     arguments = ("--prompts-per-kind=1", "--new-tokens=16", "--thresholds", "0", "1")
-    report = run("thresholds", tmp_path / "report.json", *arguments)
+    report = run("thresholds", *arguments)
     for nothing_cut, all_cut in zip(report["rows"][::2], report["rows"][1::2], strict=True):
         assert nothing_cut["verified_per_round"] > 2 > all_cut["verified_per_round"]
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_training_memory(tmp_path):
+def test_training_memory(run):
     arguments = (
         "--anchors=32",
         "--hidden-size=32",
@@ -60,7 +74,7 @@ def test_training_memory(tmp_path):
         "--loss-memory=4",
         "--repeats=1",
     )
-    report = run("training_memory", tmp_path / "report.json", *arguments)
+    report = run("training_memory", *arguments)
     chunked, full = report["rows"]
     assert chunked["loss"] == pytest.approx(full["loss"], rel=1e-5)
     assert all(error["norm"] < 1e-5 for error in report["gradient_errors"].values())
@@ -70,8 +84,8 @@ def test_training_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_state_storage(tmp_path):
-    report = run("state_storage", tmp_path / "report.json", "--steps=10", "--rows=16", "--held-out=4", "--length=40")
+def test_state_storage(run):
+    report = run("state_storage", "--steps=10", "--rows=16", "--held-out=4", "--length=40")
     rows = {row["variant"]: row for row in report["rows"]}
     assert rows["float32"]["largest_loss_difference"] == 0 < rows["bf16"]["largest_loss_difference"] < 1e-2
     assert rows["int8"]["bytes_per_token"] < rows["bf16"]["bytes_per_token"] < rows["float32"]["bytes_per_token"]

@@ -1,7 +1,8 @@
 """Started by `test_distributed.py`: `distributed_script.py target_folder output_folder`, in one process and in two.
 
 Two train once with the target whole in each process (`whole`) and once with its layers spread over both (`sharded`),
-and compare the gradients of a drafter in pieces, as FSDP makes it, with those of a whole one.
+then an EAGLE-3 drafter (`eagle3`), and compare the gradients of drafters in pieces, as FSDP makes them, with those of
+whole ones.
 """
 
 from __future__ import annotations
@@ -18,16 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from dspark_hf import DSparkConfig, DSparkDrafter, get_drafter
-from dspark_hf.training import (
-    DSparkTrainingArguments,
-    LossWeights,
-    blockwise_loss,
-    compute_target_states,
-    load_target,
-    sample_anchors,
-    train_drafter,
-)
+from dspark_hf import DSparkConfig, Eagle3Config, get_drafter
+from dspark_hf.models import Drafter
+from dspark_hf.training import DSparkTrainingArguments, compute_target_states, load_target, train_drafter
+from dspark_hf.training.trainer import OBJECTIVES
 
 
 def make_rows(vocab_size: int) -> list[dict[str, list[int]]]:
@@ -40,13 +35,18 @@ def make_rows(vocab_size: int) -> list[dict[str, list[int]]]:
     return rows
 
 
-def make_drafter(target: PreTrainedModel, head: str = "vanilla") -> DSparkDrafter:
+def make_drafter(target: PreTrainedModel, kind: str = "vanilla") -> Drafter:
+    """A drafter of blocks with such a sequential head, or an `eagle3` one with an LM head of its own."""
     torch.manual_seed(0)
-    config = DSparkConfig(num_hidden_layers=1, markov_rank=8, block_size=4, markov_head_type=head)
+    if kind == "eagle3":
+        return get_drafter(target, Eagle3Config(block_size=4, share_target_head=False))
+    config = DSparkConfig(num_hidden_layers=1, markov_rank=8, block_size=4, markov_head_type=kind)
     return get_drafter(target, config)
 
 
-def train(target_folder: str, output: Path, processes: int, device_map: str | None = None) -> None:
+def train(
+    target_folder: str, output: Path, processes: int, device_map: str | None = None, kind: str = "vanilla"
+) -> None:
     args = DSparkTrainingArguments(
         output_dir=str(output),
         max_steps=6,
@@ -65,7 +65,7 @@ def train(target_folder: str, output: Path, processes: int, device_map: str | No
         disable_tqdm=True,
     )
     target, _ = load_target(target_folder, device_map=device_map)
-    drafter = make_drafter(target)
+    drafter = make_drafter(target, kind)
     rows = make_rows(drafter.config.vocab_size)
     train_drafter(target, Dataset.from_list(rows), drafter, args, eval_data=Dataset.from_list(rows[:8]))
     kept = sum(p.to_local().numel() if device_map else p.numel() for p in target.model.layers.parameters())
@@ -79,17 +79,17 @@ def compare_gradients(target: PreTrainedModel) -> None:
     ids = torch.randint(0, 100, (2, 20))
     mask = torch.ones_like(ids)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    args = DSparkTrainingArguments(output_dir="unused", num_anchors=5, use_cpu=True)
 
-    def backward(drafter: DSparkDrafter) -> None:
-        anchors = sample_anchors(ids, mask, mask, 5, 0, 0)
+    def backward(drafter: Drafter) -> None:
+        objective = next(kind for drafters, kind in OBJECTIVES.items() if isinstance(drafter, drafters))(drafter, args)
+        batch = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask}
+        objective.draw(batch, step=0)
         states = compute_target_states(target, drafter.config.target_layer_ids, ids, mask)
-        loss = blockwise_loss(
-            drafter, drafter, ids, mask.bool(), anchors, states, LossWeights(), total_weight=torch.tensor(100.0)
-        )
-        loss.loss.backward()
+        objective.loss(drafter, batch, states, total_weight=torch.tensor(100.0)).loss.backward()
 
-    for head in ("vanilla", "rnn"):
-        drafter = make_drafter(target, head).train()
+    for kind in ("vanilla", "rnn", "eagle3"):
+        drafter = make_drafter(target, kind).train()
         whole = copy.deepcopy(drafter)
         whole.bind_target(target)
         for layer in drafter.layers:
@@ -100,7 +100,7 @@ def compare_gradients(target: PreTrainedModel) -> None:
         for (name, part), parameter in zip(drafter.named_parameters(), whole.parameters(), strict=True):
             dist.all_reduce(parameter.grad)
             expected = parameter.grad / dist.get_world_size()
-            torch.testing.assert_close(part.grad.full_tensor(), expected, atol=1e-6, rtol=1e-5, msg=name)
+            torch.testing.assert_close(part.grad.full_tensor(), expected, atol=1e-6, rtol=1e-5, msg=f"{kind} {name}")
 
 
 def main() -> None:
@@ -108,6 +108,7 @@ def main() -> None:
     torch.set_num_threads(1)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     train(target_folder, output / "whole", processes)
+    train(target_folder, output / "eagle3", processes, kind="eagle3")
     if processes > 1:
         train(target_folder, output / "sharded", processes, device_map="fsdp")
         compare_gradients(load_target(target_folder)[0])

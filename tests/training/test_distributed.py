@@ -44,12 +44,15 @@ def read(folder: Path) -> Trained:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(target_folder: Path, tmp_path: Path) -> None:
-    """The same losses at every step, whether the target is whole in each process or in pieces over both."""
+    """The same losses at every step, whether the target is whole in each process or in pieces over both.
+
+    So it is with blocks at anchors and with steps from every position.
+    """
     run(target_folder, tmp_path / "one", [])
     run(target_folder, tmp_path / "two", LAUNCHER)
-    one = read(tmp_path / "one" / "whole")
-    assert len(one.losses) == 6 and len(set(one.losses)) == 6
-    for name in ("whole", "sharded"):
+    for name, same in (("whole", "whole"), ("sharded", "whole"), ("eagle3", "eagle3")):
+        one = read(tmp_path / "one" / same)
+        assert len(one.losses) == 6 and len(set(one.losses)) == 6
         two = read(tmp_path / "two" / name)
         assert two.losses == pytest.approx(one.losses, rel=1e-5)
         assert two.metrics == pytest.approx(one.metrics, rel=1e-5)

@@ -45,6 +45,8 @@ DEFAULT_LENGTHS = 8
 # Rounds that one timed `generate` call lasts at least. The first is not counted: the drafter reads the prompt in it.
 _ROUNDS = 4
 _LEAST_SECONDS = 1e-9
+# Those of the target's `generation_config` would be taken for the drafter's time; a call's own come on top.
+_NO_PROCESSORS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 # Fields of a config that say nothing about the work of a forward pass, or that an identity holds by themselves.
 _NO_WORK = {
@@ -662,7 +664,8 @@ def _seconds_without_verifying(
     options: dict[str, Any] = {"dspark_scheduler": Plain()}
     if count:
         options = {"dspark_scheduler": "none", "dspark_num_draft_tokens": count}
-    _generate(target, prompts, assistant_model=drafter, do_sample=True, max_new_tokens=_new_tokens(count), **options)
+    options |= {"assistant_model": drafter, "do_sample": True, "max_new_tokens": _new_tokens(count), **_NO_PROCESSORS}
+    _generate(target, prompts, **options)
     rounds: list[RoundStats] = drafter.last_stats.rounds
     return [
         entry.seconds - entry.verify_seconds

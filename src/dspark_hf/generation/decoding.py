@@ -229,7 +229,7 @@ class DecodingLoop:
         self.device = rows.device
         self.keeps_confidences = drafter is not None and drafter.record_confidence
         # Elsewhere the host would have to wait for the device at every token.
-        self.may_stop_drafts = rows.device.type == "cpu" and not self.keeps_confidences
+        self.may_stop_drafts = rows.device.type == "cpu" and not (self.keeps_confidences or settings.is_limited)
         wants_confidences = settings.is_limited or scheduler.needs_confidences or self.keeps_confidences
         self.drafts = (
             NoDrafts(self.device, settings.do_sample)
@@ -291,7 +291,7 @@ class DecodingLoop:
         self.processors.commit(active, before)
         self._add_context(output, inputs, emitted)
         self._go_on([output.states.shape[1] - count for count in emitted])
-        self.scheduler.record(active, max(anchors), draft.ids.shape[1], max(lengths), sum(emitted))
+        self.scheduler.record(active, max(anchors), draft.ids.shape[1], lengths, accepted, sum(emitted))
         marks.append(self.clock.now())
         self.stats.add(
             RoundStats(

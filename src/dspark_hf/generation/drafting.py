@@ -7,7 +7,6 @@ captured layers, `d` the hidden size, `vocab`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,8 +24,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-GoesOn = Callable[[list[float]], bool]
-"""Says whether the next token is worth drafting, given its confidence in each row; asked once for each, in order."""
+class GoesOn(Protocol):
+    """Says whether a draft goes on.
+
+    Attributes:
+        sure: tokens of each row that are drafted without asking.
+    """
+
+    sure: int
+
+    def __call__(self, confidences: list[list[float]]) -> bool:
+        """Whether to draft the next token, given its confidence in each row, after those not given before."""
+
 
 CONTEXT_PIECE = 1024
 """Positions of the context that a recurrent drafter reads at a time, so that masks over long prompts stay small."""
@@ -111,8 +120,11 @@ class Steps(Protocol):
     def logits(self) -> torch.Tensor:
         """Draft logits `(batch, vocab)` of the position."""
 
-    def next_confidences(self) -> list[float] | None:
-        """What a confidence head says of the position in each row, before its token is drawn; `None` without one."""
+    def new_confidences(self) -> list[list[float]] | None:
+        """What a confidence head says, in each row, of the positions since it was last asked; `None` without one.
+
+        The present position is the last of them; its token is not drawn yet.
+        """
 
     def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A confidence head's raw logits and calibrated confidences of all positions, `(batch, k)`; `None` without.
@@ -211,11 +223,13 @@ class DraftSession(NoDrafts):
         drafts: list[list[int]] = [[] for _ in active]
         self.processors.begin()
         asked: list[list[float]] = []
+        largest: list[list[float]] = []
         for position in range(count):
             steps.take(ids[-1])
-            known = steps.next_confidences() if goes_on is not None else None
+            is_asked = goes_on is not None and position >= goes_on.sure
+            known = steps.new_confidences() if is_asked else None
             if goes_on is not None and known is not None:
-                asked.append(known)
+                asked += known
                 if not goes_on(known) and position:
                     break
             logits = steps.logits()
@@ -223,19 +237,22 @@ class DraftSession(NoDrafts):
                 for draft, token in zip(drafts, ids[-1].tolist(), strict=True):
                     draft.append(token)
             next_ids, next_probs = self._choose(active, drafts, logits)
-            if goes_on is not None and known is None and next_probs is not None:
+            if goes_on is not None and self.drafter.confidence_head is None and next_probs is not None:
                 # Known with the distribution. The token drawn from it has no say, and goes where the draft ends.
-                asked.append(next_probs.amax(dim=-1).nan_to_num().tolist())
-                if not goes_on(asked[-1]) and position:
-                    break
+                largest.append(next_probs.amax(dim=-1).nan_to_num().tolist())
+                if is_asked:
+                    known = largest[len(asked) :]
+                    asked += known
+                    if not goes_on(known) and position:
+                        break
             ids.append(next_ids)
             if next_probs is not None:
                 probs.append(next_probs)
         steps.end()
         path = torch.stack(ids, dim=1)
         proposal = Proposal(path[:, 1:], torch.stack(probs, dim=1) if self.do_sample else None)
-        if asked:
-            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T
+        if goes_on is not None:
+            proposal.confidences = torch.tensor(asked[: len(ids) - 1]).T if asked else None
         elif self.wants_confidences:
             predicted = steps.confidences(path[:, :-1])
             if predicted is None:
@@ -309,30 +326,35 @@ class ParallelSteps:
 
     def __init__(self, drafter: DSparkDrafter, hidden: torch.Tensor, base_logits: torch.Tensor) -> None:
         self.drafter, self.hidden, self.base_logits = drafter, hidden, base_logits
-        self.position = -1
-        self.embedding: torch.Tensor | None = None
+        self.position, self.asked = -1, 0
+        # Of the token before each position so far.
+        self.embeddings: list[torch.Tensor | None] = []
         self.state: torch.Tensor | None = None
 
     def take(self, previous_ids: torch.Tensor) -> None:
         self.position += 1
-        self.embedding = self.drafter.embed_previous(previous_ids)
+        self.embeddings.append(self.drafter.embed_previous(previous_ids))
 
     def logits(self) -> torch.Tensor:
         own = self.hidden[:, self.position]
         logits, self.state = self.drafter.draft_step(
-            self.base_logits[:, self.position], own, self.embedding, self.state
+            self.base_logits[:, self.position], own, self.embeddings[-1], self.state
         )
         return logits
 
-    def next_confidences(self) -> list[float] | None:
-        logits = self.drafter.confidence_logits(self.hidden[:, self.position], self.embedding)
+    def new_confidences(self) -> list[list[float]] | None:
+        first, self.asked = self.asked, self.position + 1
+        previous = None if self.embeddings[0] is None else torch.stack(self.embeddings[first:], dim=1)  # type: ignore[arg-type]
+        logits = self.drafter.confidence_logits(self.hidden[:, first : self.asked], previous)
         if logits is None:
             return None
-        temperatures = self.drafter.config.confidence_temperatures
-        divisor = 2.0 * (1.0 if temperatures is None else temperatures[self.position])
+        temperatures = self.drafter.config.confidence_temperatures or [1.0] * self.asked
         # Written with tanh, which does not overflow. Where the logits are NaN nothing is expected to survive.
-        sigmoids = [0.5 + 0.5 * math.tanh(logit / divisor) for logit in logits.tolist()]
-        return [0.0 if math.isnan(each) else each for each in sigmoids]
+        columns = [
+            [0.5 + 0.5 * math.tanh(logit / (2.0 * temperature)) for logit in column]
+            for column, temperature in zip(logits.T.tolist(), temperatures[first : self.asked], strict=True)
+        ]
+        return [[0.0 if math.isnan(each) else each for each in column] for column in columns]
 
     def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         hidden = self.hidden[:, : previous_ids.shape[1]]
@@ -412,7 +434,7 @@ class RecurrentSteps:
     def logits(self) -> torch.Tensor:
         return self._logits
 
-    def next_confidences(self) -> list[float] | None:
+    def new_confidences(self) -> list[list[float]] | None:
         return None
 
     def confidences(self, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

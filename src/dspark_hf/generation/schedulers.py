@@ -12,6 +12,8 @@ Shape symbols: `R` rows of the round, `k` drafted tokens of each.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ from .scheduling import (
     Floats,
     History,
     Lengths,
+    Outlook,
     Promise,
     expected_tokens,
     is_column_worth,
@@ -75,14 +78,23 @@ class Scheduler:
         """
         return list(limits)
 
-    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
+    def record(
+        self,
+        rows: Sequence[int],
+        context: int,
+        drafted: int,
+        lengths: Sequence[int],
+        survived: Sequence[int],
+        emitted: int,
+    ) -> None:
         """Takes what came of a round.
 
         Args:
             rows: ids of the rows.
             context: length of the longest text.
             drafted: drafted tokens per row, 0 in a round without a draft.
-            longest: verified drafted tokens of the row with most.
+            lengths: verified drafted tokens of each row.
+            survived: how many of these verification accepted.
             emitted: new tokens of all rows.
         """
 
@@ -179,8 +191,16 @@ class _Profiled(Scheduler):
         """`(R,)`: tokens of each row to verify."""
         raise NotImplementedError
 
-    def record(self, rows: Sequence[int], context: int, drafted: int, longest: int, emitted: int) -> None:
-        count = len(rows)
+    def record(
+        self,
+        rows: Sequence[int],
+        context: int,
+        drafted: int,
+        lengths: Sequence[int],
+        survived: Sequence[int],
+        emitted: int,
+    ) -> None:
+        count, longest = len(rows), max(lengths)
         if not drafted:
             self.promise.record(0, 0)
             self.gate.record_plain()
@@ -200,6 +220,9 @@ class _Profiled(Scheduler):
 class Steering:
     """Follows a draft as it is made, and ends it where no further token is worth drafting and verifying.
 
+    Confidences take time as well, so columns that are worth their price on average are drafted and verified unasked;
+    the first of the others is where they begin to count, those of the columns before it included.
+
     Args:
         rows: rows of the draft.
         prices: of verifying each column, in tokens.
@@ -212,19 +235,34 @@ class Steering:
         # The first token is drafted in any case.
         self.prices = [prices[0], *(price + step for price in prices[1:])]
         self.shares = shares
+        # Tokens that are expected to survive in each column, before anything is known of this draft.
+        self.expected = [rows * alive for alive in itertools.accumulate(shares, operator.mul)]
+        self.sure = next(
+            (column for column, alive in enumerate(self.expected) if not self._is_worth(column, alive)), len(shares)
+        )
         # Survivals of every column that was asked about, of which the last may not be drafted.
         self.columns: list[list[float]] = []
         self.is_worth_verifying = True
 
-    def __call__(self, confidences: list[float]) -> bool:
-        """Whether to draft the next column, given its confidence in each row."""
-        self.survivals = [before * own for before, own in zip(self.survivals, confidences, strict=True)]
-        column, alive = len(self.columns), sum(self.survivals)
-        self.columns.append(self.survivals)
-        is_worth = is_column_worth(alive, self.prices[column:], self.shares[column:])
+    def _is_worth(self, column: int, alive: float) -> bool:
+        return is_column_worth(alive, self.prices[column:], self.shares[column:])
+
+    def __call__(self, confidences: list[list[float]]) -> bool:
+        """Whether to draft the next column, given, in each row, confidences of it and of those not known before."""
+        for each in confidences:
+            self.survivals = [before * own for before, own in zip(self.survivals, each, strict=True)]
+            self.columns.append(self.survivals)
+        column = len(self.columns) - 1
+        is_worth = self._is_worth(column, sum(self.survivals))
         if column == 0:
             self.is_worth_verifying = is_worth
         return is_worth
+
+    def promised(self, lengths: Sequence[int]) -> float:
+        """Tokens that are expected to survive of `lengths` in each row."""
+        if self.columns:
+            return sum(survivals[row] for row, length in enumerate(lengths) for survivals in self.columns[:length])
+        return sum(sum(self.expected[:length]) for length in lengths) / len(lengths)
 
 
 @dataclass
@@ -240,17 +278,16 @@ class Hardware(_Profiled):
 
     Attributes:
         memory: share of the past that counts on from round to round.
-        outlook: share of tokens that are taken to survive from one column to the next before any round has shown it.
+        outlook: says what share of tokens survives from one column to the next.
     """
 
     memory: float = 0.9
-    outlook: float = 0.7
+    outlook: Outlook = field(default_factory=Outlook)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # Rounds of plain decoding: what the rounds so far have brought, and what they took. It starts as if plain.
         self._brought = self._took = 1.0
-        self._shares: list[float] = []
         self._steering: Steering | None = None
 
     @property
@@ -267,7 +304,7 @@ class Hardware(_Profiled):
         # Tokens of plain decoding in the time that drafting one more takes.
         step = max(0.0, drafting[-1] - drafting[1]) / (columns - 1) * self._plain_rate(len(rows), context, columns)
         prices = [self.speed * cost for cost in self._column_costs(len(rows), context, columns)]
-        self._steering = Steering(len(rows), prices, self.speed * step, self._outlook(columns))
+        self._steering = Steering(len(rows), prices, self.speed * step, self.outlook.shares(columns))
         return self._steering
 
     def lengths(self, rows: Sequence[int], context: int, confidences: Any, limits: Sequence[int]) -> list[int]:
@@ -276,30 +313,13 @@ class Hardware(_Profiled):
         # The draft has ended where it should: its columns are worth verifying.
         steering, self._steering = self._steering, None
         lengths = list(limits) if steering.is_worth_verifying else [0] * len(rows)
-        self._promised = sum(
-            survivals[row] for row, length in enumerate(lengths) for survivals in steering.columns[:length]
-        )
-        self._learn(len(rows), [sum(survivals) for survivals in steering.columns])
+        self._promised = steering.promised(lengths)
         return lengths
 
     def _choose(self, rows: Sequence[int], context: int, confidences: Any, survivals: Floats) -> Lengths:
         columns = survivals.shape[1]
         costs = self._column_costs(len(rows), context, columns)
-        lengths = schedule_columns(survivals, costs, self.speed, self._outlook(columns))
-        self._learn(len(rows), survival(confidences).sum(axis=0).tolist())
-        return lengths
-
-    def _outlook(self, columns: int) -> list[float]:
-        """For each column the share of its tokens that survive from the column before."""
-        return (self._shares + [self.outlook] * columns)[:columns]
-
-    def _learn(self, rows: int, alive: list[float]) -> None:
-        """Takes what survives in each column of a draft, for the rounds after this one."""
-        shares = self._outlook(max(len(alive), len(self._shares)))
-        for column, (before, now) in enumerate(zip([rows, *alive], alive, strict=False)):
-            if before > 0:
-                shares[column] = self.memory * shares[column] + (1 - self.memory) * now / before
-        self._shares = shares
+        return schedule_columns(survivals, costs, self.speed, self.outlook.shares(columns))
 
     def _column_costs(self, rows: int, context: int, columns: int) -> list[float]:
         """For each column what verifying it costs, in the tokens that plain decoding writes in that time."""
@@ -310,6 +330,18 @@ class Hardware(_Profiled):
     def _plain_rate(self, rows: int, context: int, columns: int) -> float:
         """Tokens per second of plain decoding, over all rows."""
         return rows / self.costs(rows, context, columns).plain
+
+    def record(
+        self,
+        rows: Sequence[int],
+        context: int,
+        drafted: int,
+        lengths: Sequence[int],
+        survived: Sequence[int],
+        emitted: int,
+    ) -> None:
+        super().record(rows, context, drafted, lengths, survived, emitted)
+        self.outlook.record(lengths, survived)
 
     def _remember(self, brought: float, took: float) -> None:
         self._brought = self.memory * self._brought + brought

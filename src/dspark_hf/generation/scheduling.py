@@ -401,6 +401,40 @@ class Promise:
 
 
 @dataclass
+class Outlook:
+    """What share of a column's tokens survives, if those before them did, counted over the rounds so far.
+
+    Counts, not confidences: known before a draft and for nothing.
+
+    Attributes:
+        first: the share before any round has shown one.
+        weight: tokens that this is worth.
+        memory: share of the past that counts on from round to round.
+    """
+
+    first: float = 0.7
+    weight: float = 4.0
+    memory: float = 0.98
+    _tried: list[float] = field(default_factory=list, init=False, repr=False)
+    _kept: list[float] = field(default_factory=list, init=False, repr=False)
+
+    def shares(self, columns: int) -> list[float]:
+        """The shares in the first `columns` columns."""
+        shown = [kept / tried for kept, tried in zip(self._kept, self._tried, strict=True)]
+        return (shown + [self.first] * columns)[:columns]
+
+    def record(self, lengths: Sequence[int], survived: Sequence[int]) -> None:
+        """After a round that verified `lengths` tokens of the requests, of which `survived` were kept."""
+        reached = [min(length, kept + 1) for length, kept in zip(lengths, survived, strict=True)]
+        for column in range(max(reached)):
+            if column == len(self._tried):
+                self._tried.append(self.weight)
+                self._kept.append(self.first * self.weight)
+            self._tried[column] = self.memory * self._tried[column] + sum(each > column for each in reached)
+            self._kept[column] = self.memory * self._kept[column] + sum(each > column for each in survived)
+
+
+@dataclass
 class DraftingGate:
     """Skips drafts while they do not pay, and tries again now and then.
 
@@ -545,6 +579,7 @@ __all__ = [
     "CapacityCurve",
     "DraftingGate",
     "History",
+    "Outlook",
     "Promise",
     "everything",
     "expected_tokens",

@@ -334,8 +334,8 @@ def hours(target: TargetSize, drafter: DrafterConfig, run: Run, gpu: GPU) -> flo
     each = rows(drafter, length, min(run.num_anchors, length))  # no more anchors than tokens
     d, queries = drafter.hidden_size, drafter.num_attention_heads * drafter.head_dim
     keys = drafter.num_key_value_heads * drafter.head_dim
-    per_token: float = 2 * target.active + 4 * target.num_layers * queries * length / 2
-    per_row = 6 * drafter.num_hidden_layers * layer_parameters(drafter)
+    per_token = 2 * target.active + 4 * target.num_layers * queries * length / 2
+    per_row: float = 6 * drafter.num_hidden_layers * layer_parameters(drafter)
     if isinstance(drafter, MTPConfig):
         per_row += 6 * 2 * d * d
     else:
