@@ -3,9 +3,10 @@
     python examples/train_drafter.py --recipe examples/recipes/qwen3_0.6b.yaml --data_file train.jsonl \
         --output_dir drafter --num_train_epochs 1
 
-All options of `DSparkTrainingArguments` can be given, in the recipe (YAML) or here, where they go before it. A row of
-the data has `messages`, `prompt` and `response`, `text`, or `input_ids`. Best are answers that the target itself gave:
-the drafter learns to guess what this target says. Several GPUs: see `examples/accelerate`.
+All options of `DSparkTrainingArguments` can be given, in the recipe (YAML) or here, where they go before it.
+`--method` says which kind of drafter: `dspark`, `dflash`, `eagle3` or `mtp`. A row of the data has `messages`,
+`prompt` and `response`, `text`, or `input_ids`. Best are answers that the target itself gave: the drafter learns to
+guess what this target says. Several GPUs: see `examples/accelerate`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,11 +39,14 @@ import transformers
 from measure import compare_prompts, encode, measure_limits, show, summarise, top_probability
 from prompts import make_prompts
 from targets import PACKAGED, convert
-from transformers import HfArgumentParser, TrainerCallback, set_seed
+from transformers import HfArgumentParser, set_seed
 
 from dspark_hf import DSparkConfig, DSparkDrafter, DSparkTrainingArguments, get_drafter, train_drafter
 from dspark_hf.data import Decoding, prepare_data
 from dspark_hf.training import cache_target_states, choose_draft_tokens, last_checkpoint, load_target
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from stages import ClockCallback, Ledger, read_json, read_rows, run_stages, write_rows, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -118,64 +122,6 @@ class FitArguments:
             self.num_anchors = self.num_anchors or packaged.num_anchors
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A kill leaves the old file or the new one."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-class Ledger:
-    """How long each stage has taken over all runs, whether it is done, and what it noted; kept in a file.
-
-    Args:
-        path: the file.
-        settings: what everything is made with.
-
-    Raises:
-        ValueError: if what is there was made otherwise.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        self.content: dict[str, Any] = {"settings": settings, "stages": {}} | found
-        changes = [
-            f"`{name}` was {self.content['settings'].get(name)!r} and is {value!r}"
-            for name, value in settings.items()
-            if self.content["settings"].get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"`work_dir` is {str(path.parent)!r}, which was made otherwise: {', '.join(changes)}. Give another "
-                "folder, or run it as before."
-            )
-
-    def start(self, stage: str) -> None:
-        """The clock of `stage` runs from here, on from what earlier runs took."""
-        self.facts: dict[str, Any] = self.content["stages"].setdefault(stage, {"seconds": 0.0, "done": False})
-        self._zero = time.monotonic() - self.facts["seconds"]
-
-    @property
-    def seconds(self) -> float:
-        """What the stage has taken."""
-        return time.monotonic() - self._zero
-
-    def save(self, **facts: Any) -> None:
-        """Notes the time, and `facts`."""
-        self.facts.update(facts, seconds=round(self.seconds, 1))
-        write_whole(self.path, json.dumps(self.content, indent=2) + "\n")
-
-
 class TimeIsUp(Exception):
     """Ends a stage that could go on."""
 
@@ -206,12 +152,8 @@ class Fit:
             "train": self.train,
             "measure": self.measure,
         }
-        for stage, work in stages.items():
-            self.ledger.start(stage)
-            if not self.ledger.facts["done"]:
-                self.ledger.save(**work(), done=True)
-            logger.info("%s: %s", stage, self.ledger.facts)
-        show(json.loads((self.folder / "report.json").read_text(encoding="utf-8")))
+        run_stages(self.ledger, stages)
+        show(read_json(self.folder / "report.json"))
 
     @cached_property
     def pair(self) -> tuple[Any, Any]:
@@ -402,30 +344,6 @@ class Fit:
         }
         write_whole(self.folder / "report.json", json.dumps(report, indent=2) + "\n")
         return {"prompts": len(comparisons["greedy"])}
-
-
-class ClockCallback(TrainerCallback):
-    """Times steps, notes the time in the ledger, and ends training when it is late.
-
-    Args:
-        ledger: of the stage that trains.
-        limit: seconds of the stage.
-    """
-
-    def __init__(self, ledger: Ledger, limit: float) -> None:
-        self.ledger, self.limit = ledger, limit
-        self.step_seconds: list[float] = []
-        self.steps = 0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = time.monotonic()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step_seconds.append(time.monotonic() - self._start)
-        self.steps = state.global_step
-        self.ledger.save()
-        if self.ledger.seconds > self.limit:
-            control.should_training_stop = True
 
 
 def main() -> None:

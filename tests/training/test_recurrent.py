@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from dspark_hf.models import RecurrentDrafter
@@ -117,6 +118,18 @@ def test_loss_and_gradients_are_those_of_positions_that_draft_alone(case: dict[s
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_logits_of_one_chunk_at_a_time(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, target, objective = make_case(tmp_path, kind)
+    batch = make_batch()
+    states = states_of(target, drafter, batch)
+    sizes: list[int] = []
+    logits = drafter._logits
+    monkeypatch.setattr(drafter, "_logits", lambda head, hidden: sizes.append(len(hidden)) or logits(head, hidden))
+    objective.loss(drafter, batch, states).loss.backward()
+    assert max(sizes) <= 5 and sum(sizes) == 2 * objective.eval_mask(batch).sum()
+
+
 def test_positions_that_count_by_hand(tmp_path: Path) -> None:
     """EAGLE-3 asks whether the token at t + s is trained on, MTP whether the predicted one at t + s + 2 is."""
     batch = make_batch()
@@ -181,6 +194,24 @@ def test_an_own_head_is_trained_and_a_copy_is_not(target: PreTrainedModel, datas
     embeddings = own.embed_tokens.weight.clone()
     DSparkTrainer(own, target, make_args(tmp_path, max_steps=1, warmup_steps=0), dataset).train()
     assert torch.equal(own.embed_tokens.weight, embeddings)
+
+
+def test_half_precision_and_adapters(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    """Arithmetic in bfloat16 through all steps and their cache, the weights in float32; an adapter, and it alone."""
+    drafter = make_drafter(target, kind="eagle3")
+    trainer = DSparkTrainer(drafter, target, make_args(tmp_path, bf16=True, max_steps=20), dataset)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.97 * losses[0]
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
+    before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+    adapted = get_peft_model(drafter, LoraConfig(r=4, target_modules=["q_proj", "fc"]))
+    DSparkTrainer(adapted, target, make_args(tmp_path, max_steps=2), dataset).train()
+    for name, weight in before.items():
+        stem, _, kind = name.rpartition(".")
+        after = adapted.get_base_model().state_dict()
+        assert torch.equal(after.get(name, after.get(f"{stem}.base_layer.{kind}")), weight), f"{name} was trained"
+    assert any(weight.any() for name, weight in adapted.named_parameters() if "lora_B" in name)
 
 
 def test_checkpointing_is_refused(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _figures(units: Sequence[Unit], variant: str, setting: dict[str, Any], greed
         "questions": sum(len(unit["ids"]) for unit in units),
         "answers": len(answers),
         **_acceptance(
-            _by_question(units, variant), whole=setting["threshold"] == 0 and setting["scheduler"] == "none"
+            rounds_by_question(units, variant), whole=setting["threshold"] == 0 and setting["scheduler"] == "none"
         ),
         "drafted": sum(run["totals"]["drafted"] for run in runs),
         **_speed(units, variant),
@@ -100,8 +100,13 @@ def _figures(units: Sequence[Unit], variant: str, setting: dict[str, Any], greed
     }
 
 
-def _by_question(units: Sequence[Unit], variant: str) -> dict[tuple[int, str], Rounds]:
-    """The rounds of each question, all turns together; questions of one id are told apart by their place."""
+def rounds_by_question(units: Sequence[Unit], variant: str) -> dict[tuple[int, str], Rounds]:
+    """The rounds of each question, all turns together; questions of one id are told apart by their place.
+
+    Args:
+        units: of one task, temperature and batch size, as for `build_report`.
+        variant: the place of a variant among them all, counted from 0, in digits.
+    """
     parts: dict[tuple[int, str], list[Rounds]] = {}
     count = 0
     for unit in units:
@@ -261,4 +266,4 @@ def _mean_score(positions: Sequence[calibration.PositionReport], part: str, scor
     return float(np.mean(known)) if known else None
 
 
-__all__ = ["CELL", "SETTING", "build_report"]
+__all__ = ["CELL", "SETTING", "build_report", "rounds_by_question"]

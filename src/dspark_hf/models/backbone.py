@@ -192,8 +192,10 @@ def masks_by_layer_type(
         query_positions: `(batch, queries)`.
         window: positions that a sliding layer sees, the query's own included; `None` for all.
     """
-    distances = query_positions[..., None] - key_positions[:, None]
-    near = allowed if window is None else allowed & (distances < window)
+    near = allowed
+    if window is not None:
+        # Compared without their differences, whole numbers as many as the mask has entries.
+        near = allowed & (key_positions[:, None] > query_positions[..., None] - window)
     return {"full_attention": allowed.unsqueeze(1), "sliding_attention": near.unsqueeze(1)}
 
 

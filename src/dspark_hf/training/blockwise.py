@@ -18,6 +18,7 @@ from .target_states import TargetStates
 class BlockObjective(Objective):
     """The loss of `blockwise_loss`, at anchors that depend on the run's seed, the step and the row."""
 
+    arguments = ("num_anchors", "ce_weight", "tv_weight", "confidence_weight", "loss_decay")
     drafter: DSparkDrafter
 
     def __init__(self, drafter: Drafter, args: DSparkTrainingArguments) -> None:

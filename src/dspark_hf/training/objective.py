@@ -25,9 +25,11 @@ class Objective:
         args: of the training.
 
     Attributes:
+        arguments: names of those arguments that only some kinds of drafters have a use for, and this one has.
         weights: of the loss.
     """
 
+    arguments: tuple[str, ...] = ()
     drafter: Any
     weights: LossWeights
 

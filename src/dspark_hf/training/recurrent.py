@@ -80,6 +80,8 @@ class Eagle3Objective(RecurrentObjective):
     target's likeliest token is not in it; see `compare_distributions`.
     """
 
+    arguments = ("step_loss_decay",)
+
     def __init__(self, drafter: Drafter, args: DSparkTrainingArguments) -> None:
         super().__init__(drafter, args)
         factors = [args.step_loss_decay**step for step in range(self.steps)]

@@ -354,7 +354,8 @@ def _is_json(path: Path) -> bool:
 def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str, float]) -> None:
     """What was trained, on how much, how well; read by model cards."""
     args, drafter = trainer.args, trainer.model
-    names = [field.name for field in dataclasses.fields(DSparkTrainingArguments) if field.name in RECIPE]
+    decisive = RECIPE | {*trainer.objective.arguments}
+    names = [field.name for field in dataclasses.fields(DSparkTrainingArguments) if field.name in decisive]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     summary: dict[str, Any] = {
         "target": trainer.target.config.name_or_path,
@@ -372,25 +373,19 @@ def _write_summary(trainer: DSparkTrainer, report: DataReport, metrics: dict[str
     path.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# Arguments that decide what comes out, of the many that `TrainingArguments` has.
+# Arguments that decide what comes out, of the many that `TrainingArguments` has, beside those of the objective.
 RECIPE = {
     "bf16",
-    "ce_weight",
-    "confidence_weight",
     "fp16",
     "gradient_accumulation_steps",
     "learning_rate",
-    "loss_decay",
     "lr_scheduler_type",
     "max_grad_norm",
     "max_length",
     "max_steps",
-    "num_anchors",
     "num_train_epochs",
     "per_device_train_batch_size",
     "seed",
-    "step_loss_decay",
-    "tv_weight",
     "warmup_steps",
     "weight_decay",
 }

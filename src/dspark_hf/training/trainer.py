@@ -154,8 +154,8 @@ class DSparkTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
-            self._objective.draw(batch, self.state.global_step)
-            total += self._objective.total_weight(batch).to(device)
+            self.objective.draw(batch, self.state.global_step)
+            total += self.objective.total_weight(batch).to(device)
         return batches, sum_over_processes(total)
 
     def compute_loss(
@@ -174,10 +174,10 @@ class DSparkTrainer(Trainer):
     def _batch_loss(
         self, model: nn.Module, batch: Batch, total_weight: torch.Tensor | int | None, processes: int
     ) -> DSparkLoss:
-        self._objective.draw(batch, self.state.global_step)
+        self.objective.draw(batch, self.state.global_step)
         # Autocast would reach `model.forward` alone, and the heads are applied outside.
         with self.accelerator.autocast():
-            return self._objective.loss(
+            return self.objective.loss(
                 model,
                 batch,
                 self._target_states(batch),
@@ -199,7 +199,8 @@ class DSparkTrainer(Trainer):
         return drafter
 
     @property
-    def _objective(self) -> Objective:
+    def objective(self) -> Objective:
+        """What the drafter is trained on."""
         drafter = self._drafter
         return next(kind for drafters, kind in OBJECTIVES.items() if isinstance(drafter, drafters))(drafter, self.args)
 
@@ -214,10 +215,10 @@ class DSparkTrainer(Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of one batch; metrics are added up on the side and nothing else is gathered."""
         inputs = self._prepare_inputs(inputs)
-        self._objective.draw(inputs, step=0)
+        self.objective.draw(inputs, step=0)
         with torch.no_grad():
             # Processes may have different numbers of batches: nothing is reduced before the end.
-            result = self._batch_loss(model, inputs, self._objective.total_weight(inputs), processes=1)
+            result = self._batch_loss(model, inputs, self.objective.total_weight(inputs), processes=1)
         self._eval_metrics.add(result.sums)
         return result.loss.detach(), None, None
 
