@@ -31,7 +31,7 @@ demo: bootstrap
 test test-floor: export HF_HUB_OFFLINE := 1
 
 test: bootstrap
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not timing" --durations 15 $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing" --durations 15 $(PYTEST_ARGS)
 	$(VENV)/bin/python -m pytest $(TIMING)
 
 test-floor: bootstrap-floor

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,7 +89,7 @@ def run_stages(ledger: Ledger, stages: Mapping[str, Callable[[], dict[str, Any]]
 
 
 class ClockCallback(TrainerCallback):
-    """Times steps, notes the time in the ledger, and ends training when it is late.
+    """Times steps, notes their times in the ledger, and ends training when it is late.
 
     Args:
         ledger: of the stage that trains.
@@ -106,6 +107,6 @@ class ClockCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step_seconds.append(time.monotonic() - self._start)
         self.steps = state.global_step
-        self.ledger.save()
+        self.ledger.save(mean_step_seconds=statistics.fmean(self.step_seconds))
         if self.ledger.seconds > self.limit:
-            control.should_training_stop = True
+            control.should_training_stop = control.should_save = True

@@ -17,3 +17,9 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("dspark", deadline=None)
 settings.load_profile("dspark")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, so that parallel workers end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.embedded import TARGET
 
-ROOT = Path(__file__).resolve().parent.parent
+from .scripts import ROOT, run_script
 
 pytestmark = pytest.mark.slow
 
 
-def run(script: str, *options: str) -> str:
-    result = subprocess.run(
-        [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_train_drafter(tmp_path):
-    run(
+    run_script(
         "examples/train_drafter.py",
         *("--recipe", str(ROOT / "examples" / "recipes" / "gemma3_270m.yaml")),
         *("--target", str(TARGET), "--draft_vocab_size", "64", "--bf16=false", "--gradient_accumulation_steps", "1"),
@@ -46,17 +35,17 @@ def test_stages_of_the_embedded_drafter(tmp_path):
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sizes = ("--batch_size", "2", "--sequence_length", "40", "--longest_prompt", "16", "--eval_batches", "1")
     generate = ("examples/embedded_pair/generate_text.py", "--work_dir", str(tmp_path), *sizes)
-    run(*generate, "--train_batches", "1")
+    run_script(*generate, "--train_batches", "1")
     text = tmp_path / "drafter_train.jsonl"
     first = text.read_text(encoding="utf-8")
     # As if the run had been broken off in the middle of its second batch.
     text.write_text(first + first.splitlines()[0] + "\n", encoding="utf-8")
-    run(*generate, "--train_batches", "2")
+    run_script(*generate, "--train_batches", "2")
     lines = text.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 4
     assert text.read_text(encoding="utf-8").startswith(first)
     assert all(len(json.loads(line)["input_ids"]) == 40 for line in lines)
-    run(
+    run_script(
         "examples/embedded_pair/train_drafter.py",
         *("--work_dir", str(tmp_path), "--output_dir", str(tmp_path / "drafter")),
         *("--max_steps", "2", "--num_anchors", "4", "--per_device_train_batch_size", "2", "--num_hidden_layers", "1"),
@@ -65,11 +54,5 @@ def test_stages_of_the_embedded_drafter(tmp_path):
 
 
 def test_missing_stage_is_named(tmp_path):
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples/embedded_pair/train_target.py"), "--work_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode != 0
-    assert "prepare_text.py" in result.stderr
+    with pytest.raises(ValueError, match=r"run prepare_text\.py first"):
+        run_script("examples/embedded_pair/train_target.py", "--work_dir", str(tmp_path))

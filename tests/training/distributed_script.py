@@ -1,4 +1,4 @@
-"""Started by `test_distributed.py`: `distributed_script.py target_folder output_folder`, in one process and in two.
+"""Started by `test_distributed.py` in two processes: `distributed_script.py target_folder output_folder`.
 
 Two train once with the target whole in each process (`whole`) and once with its layers spread over both (`sharded`),
 then an EAGLE-3 drafter (`eagle3`), and compare the gradients of drafters in pieces, as FSDP makes them, with those of
@@ -8,7 +8,6 @@ whole ones.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from pathlib import Path
 
@@ -106,12 +105,10 @@ def compare_gradients(target: PreTrainedModel) -> None:
 def main() -> None:
     target_folder, output = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    train(target_folder, output / "whole", processes)
-    train(target_folder, output / "eagle3", processes, kind="eagle3")
-    if processes > 1:
-        train(target_folder, output / "sharded", processes, device_map="fsdp")
-        compare_gradients(load_target(target_folder)[0])
+    train(target_folder, output / "whole", processes=2)
+    train(target_folder, output / "eagle3", processes=2, kind="eagle3")
+    train(target_folder, output / "sharded", processes=2, device_map="fsdp")
+    compare_gradients(load_target(target_folder)[0])
 
 
 if __name__ == "__main__":

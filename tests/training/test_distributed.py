@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from dspark_hf.training import load_target
 from dspark_hf.training.sharding import shard_layers
 
+from .distributed_script import train
+
 SCRIPT = Path(__file__).with_name("distributed_script.py")
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -24,9 +26,10 @@ class Trained(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def run(target: Path, output: Path, launcher: list[str]) -> None:
+def run(target: Path, output: Path) -> None:
+    """In two processes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT), str(target), str(output)]
+    command = [sys.executable, *LAUNCHER, str(SCRIPT), str(target), str(output)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -48,8 +51,9 @@ def test_two_processes_train_as_one(target_folder: Path, tmp_path: Path) -> None
 
     So it is with blocks at anchors and with steps from every position.
     """
-    run(target_folder, tmp_path / "one", [])
-    run(target_folder, tmp_path / "two", LAUNCHER)
+    for name, kind in (("whole", "vanilla"), ("eagle3", "eagle3")):
+        train(str(target_folder), tmp_path / "one" / name, processes=1, kind=kind)
+    run(target_folder, tmp_path / "two")
     for name, same in (("whole", "whole"), ("sharded", "whole"), ("eagle3", "eagle3")):
         one = read(tmp_path / "one" / same)
         assert len(one.losses) == 6 and len(set(one.losses)) == 6
