@@ -27,6 +27,8 @@ from ..data.test_prepare import KEEPING
 TIMES = ("tokens_per_second", "plain_tokens_per_second", "speedup", "seconds_per_round", "prefill_seconds")
 SHORT = {"max_new_tokens": 12, "temperatures": (0.0,)}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target():
@@ -473,7 +475,6 @@ def killed_run(target, drafter, output):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills")
 def test_killed_run_goes_on(tmp_path, monkeypatch):
     """By SIGKILL."""

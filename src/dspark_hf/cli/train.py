@@ -189,7 +189,8 @@ def _arguments(context: typer.Context, parser: RecipeParser, in_recipe: dict[str
     if "target_layer_ids" in given:
         given["target_layer_ids"] = parse_layers(given["target_layer_ids"])
     for name in {"markov_head_type", "method"} & given.keys():
-        given[name] = given[name].value
+        # Older versions of Typer give the string, newer ones the member.
+        given[name] = getattr(given[name], "value", given[name])
     defaults: dict[str, Any] = {"logging_steps": 10, "save_total_limit": 2}
     if "per_device_train_batch_size" in given:
         defaults["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
