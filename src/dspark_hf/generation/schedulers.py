@@ -206,12 +206,16 @@ class _Profiled(Scheduler):
             self.gate.record_plain()
             self._remember(1.0, 1.0)
             return
+        self._learn(lengths, survived)
         self.promise.record(self._promised, max(0, emitted - count))
         tokens = count + self.promise.share * self._promised
         costs = self.costs(count, context, max(drafted, longest))
         seconds, plain_seconds = costs.draft[drafted] + costs.verify[longest] + costs.rest, costs.plain
         self.gate.record_drafted(tokens, count, seconds, plain_seconds)
         self._remember(tokens / count, seconds / plain_seconds)
+
+    def _learn(self, lengths: Sequence[int], survived: Sequence[int]) -> None:
+        """Takes what became of the tokens that a round with a draft verified, see `record`."""
 
     def _remember(self, brought: float, took: float) -> None:
         """Takes what a round brought and took, in rounds of plain decoding."""
@@ -331,16 +335,7 @@ class Hardware(_Profiled):
         """Tokens per second of plain decoding, over all rows."""
         return rows / self.costs(rows, context, columns).plain
 
-    def record(
-        self,
-        rows: Sequence[int],
-        context: int,
-        drafted: int,
-        lengths: Sequence[int],
-        survived: Sequence[int],
-        emitted: int,
-    ) -> None:
-        super().record(rows, context, drafted, lengths, survived, emitted)
+    def _learn(self, lengths: Sequence[int], survived: Sequence[int]) -> None:
         self.outlook.record(lengths, survived)
 
     def _remember(self, brought: float, took: float) -> None:
