@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -274,6 +274,30 @@ def fill_cache(cache: Cache, rows: list[CacheRow], width: int) -> None:
         if pairs:
             layer.keys = torch.stack([_at_the_end(keys, held) for keys, _ in pairs])
             layer.values = torch.stack([_at_the_end(values, held) for _, values in pairs])
+
+
+def join_caches(cache: Cache, others: Sequence[Cache], width: int) -> None:
+    """Adds the rows of `others`, caches of the same target, after those of `cache`: all end in the last of `width`
+    columns, with zeros before them."""
+    for index, layer in enumerate(cache.layers):
+        held = width
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            held = min(width, layer.sliding_window - 1)
+            layer.cumulative_length = width
+        if layer.is_initialized and layer.keys is not None:
+            layers = [layer, *(other.layers[index] for other in others)]
+            layer.keys = _join_at_the_end([each.keys for each in layers], held)
+            layer.values = _join_at_the_end([each.values for each in layers], held)
+
+
+def _join_at_the_end(parts: list[torch.Tensor], width: int) -> torch.Tensor:
+    """`parts (batch, heads, n, dim)`, of different `batch` and `n`, to `(all rows, heads, width, dim)`."""
+    _, heads, _, dim = parts[0].shape
+    joined = parts[0].new_zeros(sum(len(part) for part in parts), heads, width, dim)
+    for rows, part in zip(joined.split([len(part) for part in parts]), parts, strict=True):
+        kept = min(width, part.shape[2])
+        rows[:, :, width - kept :] = part[:, :, part.shape[2] - kept :]
+    return joined
 
 
 def add_cache_rows(cache: Cache, count: int) -> None:

@@ -21,6 +21,7 @@ from ..tiny import HIDDEN_SIZE, SLIDING_WINDOW, VOCAB_SIZE
 from . import test_sampling
 from .test_batch_options import Counting
 from .test_batches import LENGTHS, endless, padded, plain, random_prompts, some_wrong, texts
+from .test_engine import states_waiting
 from .test_sampling import BATCH, DRAFT_TOKENS, GAMMA, PROMPTS, SAMPLES, laws_of, p_values
 
 FAMILIES = ["qwen3", "gemma3", "gemma4"]
@@ -316,13 +317,14 @@ def test_engine_that_never_drafts_keeps_nothing_of_rows_that_left():
     )
     for prompt in 3 * random_prompts([3, 19, 1, 12]):
         engine.submit(prompt, max_new_tokens=9)
-    widths = []
+    waiting = []
     while engine.step():
         if engine._loop is not None:
-            session = engine._loop.drafts
-            widths.append(sum(ids.shape[1] for ids in session._new_ids))
-            assert widths[-1] == sum(states.shape[1] for states in session._new_states)
-    assert max(widths) <= 19 + 2 * 9
+            for context in engine._loop.drafts._pending:
+                states, positions, ids = context.whole()
+                assert states.shape[:2] == positions.shape == ids.shape
+            waiting.append(states_waiting(engine))
+    assert 0 < max(waiting) <= 3 * (19 + 9)
 
 
 # --- the law of sampled text ---------------------------------------------------------------------------------------
@@ -397,13 +399,13 @@ def keep_drafted_entries(monkeypatch):
 
 def wrong_tokens(monkeypatch):
     """Each state with the token at its own position, not with the next."""
-    original = drafting.RecurrentSession._pending
+    original = drafting.RecurrentSession._take_pending
 
-    def pending(self):
-        states, positions, ids = original(self)
+    def pending(self, aligned):
+        states, positions, ids = original(self, aligned)
         return states, positions, ids.roll(1, dims=1)
 
-    monkeypatch.setattr(drafting.RecurrentSession, "_pending", pending)
+    monkeypatch.setattr(drafting.RecurrentSession, "_take_pending", pending)
 
 
 def positions_off_by_one(monkeypatch):

@@ -7,7 +7,8 @@ captured layers, `d` the hidden size, `vocab`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -87,8 +88,8 @@ class NoDrafts:
     def keep(self, rows: list[int]) -> None:
         """Goes on with some rows of the batch."""
 
-    def join(self, other: Self) -> None:
-        """Takes in the rows of a session that has not drafted yet, after its own."""
+    def join(self, others: Sequence[Self]) -> None:
+        """Takes in the rows of sessions that have not drafted yet, after its own."""
 
     def draft(
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
@@ -137,6 +138,46 @@ class Steps(Protocol):
         """After the last position."""
 
 
+@dataclass
+class Context:
+    """What the drafter has yet to read of some neighbouring rows of a batch, as it came.
+
+    Rows that came at different times have one each: they may wait for long, and to bring them to one length is dear.
+
+    Attributes:
+        rows: how many these are.
+        states: `(rows, n, m * d)` each, captured target states.
+        positions: `(rows, n)` each, -1 where there is no text.
+        ids: `(rows, n)` each.
+    """
+
+    rows: int
+    states: list[torch.Tensor] = field(default_factory=list)
+    positions: list[torch.Tensor] = field(default_factory=list)
+    ids: list[torch.Tensor] = field(default_factory=list)
+
+    def keep(self, rows: list[int]) -> Context:
+        """What there is of `rows`."""
+        if len(rows) == self.rows:
+            return self
+        kept = [[tensor[rows] for tensor in tensors] for tensors in (self.states, self.positions, self.ids)]
+        return Context(len(rows), *kept)
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States, positions and ids, in the order in which they came."""
+        return torch.cat(self.states, dim=1), torch.cat(self.positions, dim=1), torch.cat(self.ids, dim=1)
+
+    def aligned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with each row's text at its right end, without columns that are padding in all rows."""
+        states, positions, ids = self.whole()
+        columns = _text_columns(positions)
+        return (
+            states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])),
+            positions.gather(1, columns),
+            ids.gather(1, columns.to(ids.device)),
+        )
+
+
 class DraftSession(NoDrafts):
     """Drafts for a batch of rows, keeping the drafter's view of their context up to date; made by `draft_session`.
 
@@ -163,52 +204,55 @@ class DraftSession(NoDrafts):
         self._mode: ForwardMode = torch.no_grad if may_keep else forward_mode(drafter, self.cache)
         # Text positions of the cache's columns, -1 for padding.
         self._positions: torch.Tensor | None = None
-        self._new_states: list[torch.Tensor] = []
-        self._new_positions: list[torch.Tensor] = []
-        self._new_ids: list[torch.Tensor] = []
+        self._pending: list[Context] = []
 
     def add_context(self, states: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
-        self._new_states.append(states)
-        self._new_positions.append(positions)
-        self._new_ids.append(ids)
+        if not self._pending:
+            self._pending = [Context(len(states))]
+        start = 0
+        for context in self._pending:
+            own = slice(start, start := start + context.rows)
+            # A view would keep the states of all rows, for as long as one of them waits.
+            context.states.append(states if context.rows == len(states) else states[own].clone())
+            context.positions.append(positions[own])
+            context.ids.append(ids[own])
 
     def keep(self, rows: list[int]) -> None:
-        self._new_states = [states[rows] for states in self._new_states]
-        self._new_positions = [positions[rows] for positions in self._new_positions]
-        self._new_ids = [ids[rows] for ids in self._new_ids]
+        start, kept = 0, []
+        for context in self._pending:
+            own = [row - start for row in rows if start <= row < start + context.rows]
+            start += context.rows
+            if own:
+                kept.append(context.keep(own))
+        self._pending = kept
         self.cache.batch_select_indices(torch.tensor(rows, device=self.drafter.device))
         if self._positions is not None:
             self._positions = self._positions[rows]
 
-    def join(self, other: Self) -> None:
-        pending = [self._pending(), other._pending()]
-        width = max(positions.shape[1] for _, positions, _ in pending)
-        padded = []
-        for states, positions, ids in pending:
-            left = (width - positions.shape[1], 0)
-            padded.append((pad(states, (0, 0, *left)), pad(positions, left, value=-1), pad(ids, left)))
-        self._new_states, self._new_positions, self._new_ids = (
-            [torch.cat(parts)] for parts in zip(*padded, strict=True)
-        )
+    def join(self, others: Sequence[Self]) -> None:
+        self._pending = [context for session in (self, *others) for context in session._pending]
         if self._positions is not None:
-            rows = len(self._new_positions[0]) - len(self._positions)
+            rows = sum(context.rows for other in others for context in other._pending)
             self._positions = pad(self._positions, (0, 0, 0, rows), value=-1)
             _compat.add_cache_rows(self.cache, rows)
 
-    def _pending(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, positions and ids that are not in the cache yet, each row's at its right end.
+    def _take_pending(self, aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States `(batch, new, m * d)`, positions and ids `(batch, new)` that are not in the cache yet.
 
-        Columns that are padding in all rows are left out: while nothing is drafted, rows that have left would leave
-        ever more of these behind.
+        Args:
+            aligned: whether each row's text has to be at its right end.
         """
-        states, positions = torch.cat(self._new_states, dim=1), torch.cat(self._new_positions, dim=1)
-        ids = torch.cat(self._new_ids, dim=1)
-        columns = _text_columns(positions)
-        return (
-            states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])),
-            positions.gather(1, columns),
-            ids.gather(1, columns.to(ids.device)),
-        )
+        pending, self._pending = self._pending, []
+        if len(pending) == 1:
+            return pending[0].aligned() if aligned else pending[0].whole()
+        parts = [context.aligned() for context in pending]
+        width = max(positions.shape[1] for _, positions, _ in parts)
+        padded = []
+        for states, positions, ids in parts:
+            left = (width - positions.shape[1], 0)
+            padded.append((pad(states, (0, 0, *left)), pad(positions, left, value=-1), pad(ids, left)))
+        states, positions, ids = (torch.cat(tensors) for tensors in zip(*padded, strict=True))
+        return states, positions, ids
 
     def draft(
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
@@ -303,9 +347,7 @@ class ParallelSession(DraftSession):
 
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
-        states = torch.cat(self._new_states, dim=1)
-        new = torch.cat(self._new_positions, dim=1)
-        self._new_states, self._new_positions, self._new_ids = [], [], []
+        states, new, _ = self._take_pending()
         context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
         steps = torch.arange(1, self.drafter.config.block_width + 1, device=new.device)
         block = context.amax(dim=1, keepdim=True) + steps
@@ -371,8 +413,7 @@ class RecurrentSession(DraftSession):
     drafter: RecurrentDrafter
 
     def _begin(self, anchor_ids: torch.Tensor) -> Steps:
-        states, new, ids = self._pending()
-        self._new_states, self._new_positions, self._new_ids = [], [], []
+        states, new, ids = self._take_pending(aligned=True)
         new, anchor_ids = new.to(self.drafter.device), anchor_ids.to(self.drafter.device)
         # Each row's text is at the right end, so its anchor follows the last column.
         following = torch.cat([ids[:, 1:].to(anchor_ids.device), anchor_ids[:, None]], dim=1)

@@ -271,12 +271,13 @@ class _RequestLoop(DecodingLoop):
         )
         self.stats = engine.stats
 
-    def join(self, other: _RequestLoop) -> None:
-        """Takes in the requests of another loop, between rounds."""
-        self.members.update(other.members)
-        self.session.join(other.session)
-        self.drafts.join(other.drafts)
-        self.active = self.active + other.active
+    def join(self, others: Sequence[_RequestLoop]) -> None:
+        """Takes in the requests of other loops, between rounds."""
+        for other in others:
+            self.members.update(other.members)
+        self.session.join([other.session for other in others])
+        self.drafts.join([other.drafts for other in others])
+        self.active = [row for loop in (self, *others) for row in loop.active]
 
     def round(self) -> None:
         self.drafts.do_sample = self.score_processors.samples = any(
@@ -491,22 +492,26 @@ class SpeculativeEngine:
 
     def _admit(self) -> None:
         """Gives free rows to waiting requests. Not without end, where each ends with its first token."""
-        for _ in range(self.max_batch):
-            member = self._next()
-            if member is None:
-                return
-            loop = self._prefill(member)
-            if not loop.active:
-                continue
-            if self._loop is None:
-                self._loop = loop
-            else:
-                self._loop.join(loop)
+        loops = [] if self._loop is None else [self._loop]
+        known = len(loops)
+        try:
+            for _ in range(self.max_batch):
+                member = self._next(self.max_batch - sum(len(loop.active) for loop in loops))
+                if member is None:
+                    break
+                loop = self._prefill(member)
+                if loop.active:
+                    loops.append(loop)
+        finally:
+            # All at once, as the whole cache is written anew.
+            if len(loops) > known:
+                self._loop = loops[0]
+                self._loop.join(loops[1:])
 
-    def _next(self) -> _Member | None:
-        """The next request from the queue, if there is one and a row for it."""
+    def _next(self, free: int) -> _Member | None:
+        """The next request from the queue, if there is one and a row is free for it."""
         with self._changed:
-            if not self._queue or (self._loop is not None and len(self._loop.active) >= self.max_batch):
+            if not self._queue or free < 1:
                 return None
             self._changed.notify_all()
             return self._queue.popleft()

@@ -11,6 +11,7 @@ the hidden size, `vocab`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,17 +179,16 @@ class TargetSession:
         advances = torch.tensor(rejected, device=self.anchor_positions.device).neg() + self.inputs
         self.anchor_positions = self.anchor_positions[rows] + advances
 
-    def join(self, other: TargetSession) -> None:
-        """Takes in the rows of another session, after its own; both between a `commit` and a verification."""
-        total = max(self.columns, other.columns)
-        sessions = (self, other)
-        rows = [session.row_states(row, 0) for session in sessions for row in range(session.batch)]
-        _compat.fill_cache(self.cache, rows, total)
+    def join(self, others: Sequence[TargetSession]) -> None:
+        """Takes in the rows of other sessions, after its own; all between a `commit` and a verification."""
+        sessions = (self, *others)
+        total = max(session.columns for session in sessions)
+        _compat.join_caches(self.cache, [session.cache for session in others], total)
         # The anchors' column comes after those of the cache.
         self.model_kwargs = self.model_kwargs | join_columns(sessions, total + 1)
         self.padding = [count + total - session.columns for session in sessions for count in session.padding]
         self.anchor_positions = torch.cat([session.anchor_positions for session in sessions])
-        self.columns, self.batch = total, len(rows)
+        self.columns, self.batch = total, sum(session.batch for session in sessions)
         self._known_columns = total + 1
 
     def row_states(self, row: int, rejected: int) -> _compat.CacheRow:
