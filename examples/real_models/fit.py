@@ -266,7 +266,10 @@ class Fit:
             write_rows(Path(self.data), rows)
         target, _ = self.pair
         layers: Any = self.new_drafter().config.target_layer_ids
-        cache = cache_target_states(target, self.data, layers, self.training_args("drafter"))
+        has_own_vocabulary = bool(self.args.draft_vocab_size) or None
+        cache = cache_target_states(
+            target, self.data, layers, self.training_args("drafter"), normalisers=has_own_vocabulary
+        )
         return {"bytes": cache.bytes}
 
     def train(self) -> dict[str, Any]:

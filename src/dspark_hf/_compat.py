@@ -278,7 +278,8 @@ def fill_cache(cache: Cache, rows: list[CacheRow], width: int) -> None:
 
 def join_caches(cache: Cache, others: Sequence[Cache], width: int) -> None:
     """Adds the rows of `others`, caches of the same target, after those of `cache`: all end in the last of `width`
-    columns, with zeros before them."""
+    columns, with zeros before them.
+    """
     for index, layer in enumerate(cache.layers):
         held = width
         if isinstance(layer, DynamicSlidingWindowLayer):

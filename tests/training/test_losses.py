@@ -17,6 +17,7 @@ from dspark_hf.training.losses import (
     slot_weights,
     slots_within,
 )
+from dspark_hf.training.normaliser import complete
 
 from ..tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_target
 
@@ -31,10 +32,19 @@ def test_distance_and_cross_entropy_by_hand() -> None:
     assert gradient is None
 
 
+def reduced(target: torch.Tensor, draft_ids: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of the draft vocabulary, and what is known of the others."""
+    if draft_ids is None:
+        return target, {}
+    known = torch.isin(target.argmax(-1), draft_ids)
+    return target[..., draft_ids], {"log_sum": target.logsumexp(-1), "is_known": known}
+
+
 def test_distance_of_a_reduced_vocabulary_by_hand() -> None:
     """The target's probabilities are not renormalised: what the drafter never proposes is never accepted."""
     draft, target = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1, 0.2, 0.3]]).log()
-    _, distance, _ = compare_distributions(draft, target, torch.tensor([0]), draft_ids=torch.tensor([0, 2]))
+    logits, known = reduced(target + 7.0, torch.tensor([0, 2]))
+    _, distance, _ = compare_distributions(draft, logits, torch.tensor([0]), **known)
     assert 1 - distance.item() / 2 == pytest.approx(0.4 + 0.2)
 
 
@@ -42,7 +52,8 @@ def test_soft_cross_entropy_by_hand() -> None:
     """Of a reduced vocabulary the target's probabilities are renormalised, where its likeliest token is in it."""
     draft, target = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.4, 0.1, 0.2, 0.3]).log()
     for draft_ids, expected in (([0, 2], math.log(2)), ([1, 3], 0.0)):
-        ce, _, _ = compare_distributions(draft[None], target[None], draft_ids=torch.tensor(draft_ids))
+        logits, known = reduced(target[None] - 3.0, torch.tensor(draft_ids))
+        ce, _, _ = compare_distributions(draft[None], logits, **known)
         assert ce.item() == pytest.approx(expected)
     draft = torch.tensor([0.25, 0.25, 0.25, 0.25]).log()
     assert compare_distributions(draft[None], target[None])[0].item() == pytest.approx(math.log(4))
@@ -67,7 +78,8 @@ def test_formed_gradient(draft_ids: torch.Tensor | None, is_soft: bool) -> None:
         ce = -log_q.gather(-1, labels[:, None])[:, 0]
     distance = (log_q.exp() - inside).abs().sum(-1) + 1 - inside.sum(-1)
     (expected,) = torch.autograd.grad((weights * torch.stack([ce, distance])).sum(), draft)
-    found = compare_distributions(draft, target, labels, draft_ids, weights)
+    logits, known = reduced(target, draft_ids)
+    found = compare_distributions(draft, logits, labels, weights=weights, **known)
     for actual, wanted in zip(found, (ce.detach(), distance.detach(), expected), strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
 
@@ -180,6 +192,47 @@ def test_chunks_equal_full_logits(options: dict[str, Any], weights: LossWeights)
     with torch.no_grad():
         scored = compare_blocks(drafter, hidden, *rest, weights, chunk_size=5)
     torch.testing.assert_close(scored.__dict__, expected.__dict__, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "gemma4", "own_head": True}], ids=["shared", "own"])
+def test_whole_head_is_spared(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the normaliser given, the target's LM head runs for the draft vocabulary only, and nothing else changes."""
+    drafter, target = make_drafter(reduced=True, **options)
+    hidden, *rest = make_slots()
+    _, target_hidden, _, eval_mask = rest
+    expected = compare_blocks(drafter, hidden, *rest, LossWeights())
+    expected_gradients = gradients(expected.loss, hidden, drafter)
+    known = complete(None, eval_mask, drafter.target_logits, target_hidden, chunk_size=3)
+    assert torch.equal(known.log_sum.isnan(), ~eval_mask)
+    monkeypatch.setattr(drafter, "target_logits", None)
+    target.get_output_embeddings().register_forward_hook(lambda *_: pytest.fail("the whole LM head was run"))
+    actual = compare_blocks(drafter, hidden, *rest, LossWeights(), known, 5)
+    torch.testing.assert_close(actual.__dict__, expected.__dict__)
+    torch.testing.assert_close(gradients(actual.loss, hidden, drafter), expected_gradients)
+
+
+def test_each_position_is_normalised_once() -> None:
+    torch.manual_seed(0)
+    last, head = torch.randn(2, 7, 5), torch.randn(5, 11)
+    sizes = []
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return hidden @ head
+
+    used = torch.rand(2, 7) < 0.6
+    first = complete(None, used, logits_of, last, chunk_size=4)
+    assert max(sizes) <= 4 and sum(sizes) == used.sum()
+    logits = last @ head
+    torch.testing.assert_close(first.log_sum[used], logits.logsumexp(-1)[used])
+    assert torch.equal(first.likeliest[used], logits.argmax(-1)[used])
+    kept = first.log_sum.clone()
+    sizes.clear()
+    second = complete(first, torch.ones_like(used), logits_of, last, chunk_size=4)
+    assert sum(sizes) == (~used).sum() and not second.log_sum.isnan().any()
+    torch.testing.assert_close(first.log_sum, kept, equal_nan=True)
+    sizes.clear()
+    assert complete(second, used, logits_of, last, chunk_size=4) is second and not sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

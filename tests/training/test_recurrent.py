@@ -37,13 +37,16 @@ CASES: dict[str, dict[str, Any]] = {
 def make_case(
     folder: Path, kind: str, family: str = "qwen3", **fields: Any
 ) -> tuple[RecurrentDrafter, PreTrainedModel, Objective]:
-    """A drafter with random weights, its target and its objective, with logits of 5 slots at a time."""
+    """A drafter with random weights, its target and its objective, with so many logits at a time as 5 slots have.
+
+    Those of a reduced vocabulary have half as many.
+    """
     target = tiny_target(family).requires_grad_(False)
     tokens = range(0, VOCAB_SIZE, 2) if "draft_vocab_size" in fields else None
     drafter = make_recurrent(target, kind, tokens, **{"block_size": STEPS, **fields}).train()
     args = make_args(folder, step_loss_decay=0.7, loss_memory=5 * 5 * 4 * VOCAB_SIZE / 2**20)
     objective = {"eagle3": Eagle3Objective, "mtp": MTPObjective}[kind](drafter, args)
-    assert objective.chunk_size == 5
+    assert objective.chunk_size == (5 if tokens is None else 10)
     return drafter, target, objective
 
 
@@ -116,6 +119,9 @@ def test_loss_and_gradients_are_those_of_positions_that_draft_alone(case: dict[s
     torch.testing.assert_close(result.metrics["loss"], expected.detach(), atol=1e-5, rtol=1e-5)
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
+    known = objective.with_normaliser(states, batch)
+    assert (known.normaliser is None) == ("draft_vocab_size" not in case)
+    torch.testing.assert_close(objective.loss(drafter, batch, known).loss, result.loss, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])

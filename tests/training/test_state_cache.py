@@ -133,6 +133,90 @@ def test_training_from_the_cache(
         assert cached_losses != losses
 
 
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "mtp"])
+def test_training_from_a_cache_with_normalisers(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a drafter with a reduced vocabulary: the same as online, and the target's whole LM head is not run."""
+    runs, whole = {}, []
+    head = target.get_output_embeddings()
+    hook = head.register_forward_hook(lambda *_: whole.append(1))
+    for name, normalisers in (("online", None), ("without", False), ("with", True), ("by itself", None)):
+        options = {} if name == "online" else {"states_cache": str(tmp_path / "states" / name)}
+        args = make_args(tmp_path / name, states_storage=options and "float32" or None, logging_steps=1, **options)
+        drafter = make_drafter(target, [*range(3, 43)], kind, draft_vocab_size=40)
+        if normalisers is not None:
+            layers = drafter.config.target_layer_ids
+            cache = cache_target_states(target, dataset, layers, args, normalisers=normalisers)
+            assert cache.manifest.normalisers == normalisers
+        train_drafter(target, dataset, drafter, args)
+        whole.clear()
+        trainer = DSparkTrainer(
+            make_drafter(target, [*range(3, 43)], kind, draft_vocab_size=40), target, args, dataset
+        )
+        whole.clear()  # of the check that this target can be trained for
+        trainer.train()
+        assert bool(whole) == (name in ("online", "without"))
+        state = json.loads((tmp_path / name / "trainer_state.json").read_text())
+        runs[name] = [entry["loss"] for entry in state["log_history"] if "loss" in entry], weights(drafter)
+    hook.remove()
+    losses, expected = runs.pop("online")
+    assert len(losses) == 6 and runs["with"][0] == runs["by itself"][0]
+    for cached_losses, found in runs.values():
+        assert cached_losses == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_normalisers_are_those_of_the_stored_states(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path, storage: str
+) -> None:
+    cache = fill(target, dataset, tmp_path, storage=storage, normalisers=True)
+    read = cache.read([3, 8], 40)
+    known = read.normaliser
+    for place, index in enumerate([3, 8]):
+        mask = torch.tensor(dataset[index]["loss_mask"]).bool()
+        logits = target.get_output_embeddings()(read.last[place, : len(mask)]).float()
+        used = ~known.log_sum[place, : len(mask)].isnan()
+        assert used[mask].all() and used[:-1][mask[1:]].all() and not used.all()
+        torch.testing.assert_close(known.log_sum[place, : len(mask)][used], logits.logsumexp(-1)[used])
+        assert torch.equal(known.likeliest[place, : len(mask)][used], logits.argmax(-1)[used])
+        assert known.log_sum[place, len(mask) :].isnan().all()
+    # The size that was announced counts them.
+    lengths = [len(row["input_ids"]) for row in dataset]
+    size = sum(cache.manifest.layout.bytes_of(length) for length in lengths)
+    assert cache.bytes == pytest.approx(size, rel=0.1)
+    assert size > sum(Layout(storage, 4, 32).bytes_of(length) for length in lengths) + 8 * sum(lengths)
+
+
+def test_caches_with_and_without_normalisers(target: PreTrainedModel, dataset: Dataset, tmp_path: Path) -> None:
+    """A folder keeps what it has, and says so where more is asked for; older folders have none."""
+    fill(target, dataset, tmp_path / "with", normalisers=True)
+    assert fill(target, dataset, tmp_path / "with").manifest.normalisers
+    assert fill(target, dataset, tmp_path / "with", normalisers=False).manifest.normalisers
+    fill(target, dataset, tmp_path / "without")
+    with pytest.raises(ValueError, match="made otherwise: without `normalisers`. .* give another folder"):
+        fill(target, dataset, tmp_path / "without", normalisers=True)
+    manifest = tmp_path / "without" / FILE
+    content = json.loads(manifest.read_text())
+    assert content.pop("normalisers") is False
+    manifest.write_text(json.dumps(content))
+    cache = open_state_cache(tmp_path / "without", target, LAYERS, dataset)
+    assert not cache.manifest.normalisers and cache.read([0], 40).normaliser is None
+
+
+def test_normalisers_need_a_head_that_makes_the_logits(
+    target: PreTrainedModel, dataset: Dataset, tmp_path: Path
+) -> None:
+    odd = copy.deepcopy(target)
+    odd.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 2 * output)
+    fill(odd, dataset, tmp_path / "states", normalisers=True)  # as its head does so everywhere
+    odd.config.final_logit_softcapping = 0.5
+    with pytest.raises(ValueError, match="does not make its logits from its last hidden state"):
+        fill(odd, dataset, tmp_path / "other", normalisers=True)
+    assert shards(tmp_path / "other") == []
+
+
 def test_the_target_is_not_run(
     target: PreTrainedModel, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ FLAGS = {
     "enable_thinking": "--thinking/--no-thinking",
     "max_length": "--max-length",
     "method": "--method",
+    "normalisers": "--normalisers",
     "per_device_train_batch_size": "--batch-size",
     "shard_size": "--shard-size",
     "split_long": "--split-long",
@@ -36,6 +37,14 @@ def cache(
             help="What states are stored as: `bf16`, `float32` or `int8`. (default: bf16, or what --output has)"
         ),
     ] = None,
+    normalisers: Annotated[
+        bool,
+        typer.Option(
+            "--normalisers",
+            help="Also store what drafters with a reduced vocabulary need of the target's LM head, so that training "
+            "spares it. (default: as --output has it)",
+        ),
+    ] = False,
     method: Annotated[
         Method, typer.Option(help="Kind of drafters to be trained, which decides on layers that are not given.")
     ] = Method.dspark,
@@ -81,6 +90,7 @@ def cache(
             args,
             tokenizer=tokenizer,
             split_long=split_long,
+            normalisers=normalisers or None,
             shard_size=shard_size,
             announce=typer.echo,
         )

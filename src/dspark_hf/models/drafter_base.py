@@ -177,24 +177,35 @@ class Drafter(PreTrainedModel):
         """Base logits `U`, soft-capped: `hidden (..., d)`, after the final norm, to `(..., draft_vocab)`."""
         if self.lm_head is not None:
             return self._logits(self.lm_head, hidden)
-        head = self._shared_module(1)
-        if self.d2t is None:
-            return self._logits(head, hidden)
-        rows = self._head_rows.of(head, self.d2t)
-        return self._logits(head, hidden)[..., self.draft_ids] if rows is None else self._logits(rows, hidden)
+        return self._shared_logits(hidden)
+
+    def _shared_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., draft_vocab)` by the target's LM head."""
+        rows = self._shared_rows()
+        if rows is not None:
+            return self._logits(rows, hidden)
+        logits = self._logits(self._shared_module(1), hidden)
+        return logits if self.d2t is None else logits[..., self.draft_ids]
+
+    def _shared_rows(self) -> nn.Module | None:
+        return None if self.d2t is None else self._head_rows.of(self._shared_module(1), self.d2t)
+
+    @property
+    def spares_head(self) -> bool:
+        """Whether logits over the draft vocabulary take less than the target's whole LM head."""
+        return self._shared_rows() is not None
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits: its last states `(..., d)`, after the final norm, to `(..., vocab)`, soft-capped."""
         is_copy = self.lm_head is not None and self.d2t is None and not self.has_own_head
         return self._logits(self.lm_head if is_copy else self._shared_module(1), hidden)
 
+    def target_draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits of the draft vocabulary alone, `(..., draft_vocab)`."""
+        return self.target_logits(hidden) if self.d2t is None else self._shared_logits(hidden)
+
     def _logits(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
-        weight: Any = getattr(head, "weight", hidden)
-        device = hidden.device if weight.is_meta else weight.device
-        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits = head(hidden.to(device=device, dtype=dtype)).to(hidden.device)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return head_logits(head, hidden, self.config.final_logit_softcapping)
 
     @torch.no_grad()
     def copy_target_embeddings(self) -> None:
@@ -323,6 +334,15 @@ class Drafter(PreTrainedModel):
         return (model, info) if wants_info else model
 
 
+def head_logits(head: Any, hidden: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits of an LM head, soft-capped by `cap` if there is one, on the device of `hidden`."""
+    weight: Any = getattr(head, "weight", hidden)
+    device = hidden.device if weight.is_meta else weight.device
+    dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+    logits = head(hidden.to(device=device, dtype=dtype)).to(hidden.device)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def without_adapters(model: Any) -> Any:
     """The model inside a `peft.PeftModel`, whose layers have the adapters built in; any other model as it is."""
     get_base_model = getattr(model, "get_base_model", None)
@@ -334,4 +354,4 @@ def _name(target: PreTrainedModel) -> str:
     return repr(target.config.name_or_path or type(target).__name__)
 
 
-__all__ = ["Drafter", "without_adapters"]
+__all__ = ["Drafter", "head_logits", "without_adapters"]

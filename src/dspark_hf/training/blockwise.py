@@ -45,6 +45,14 @@ class BlockObjective(Objective):
         """See the base class; `(batch, blocks, block)`."""
         return evaluation_mask(_anchors(batch), padded_mask(batch), self.drafter.config.block_size)
 
+    def used(self, batch: Batch) -> torch.Tensor:
+        """See the base class."""
+        seq = batch["input_ids"].shape[1]
+        steps = torch.arange(self.drafter.config.block_size, device=batch["input_ids"].device)
+        slots = (batch["anchor_positions"].unsqueeze(-1) + steps).clamp(max=seq - 1).flatten(1)
+        counts = self.eval_mask(batch).flatten(1).int()
+        return torch.zeros_like(batch["input_ids"], dtype=torch.int).scatter_add(1, slots, counts) > 0
+
     def loss(
         self,
         model: nn.Module,
@@ -123,7 +131,15 @@ def blockwise_loss(
     target_hidden = states.last[rows, blocks.slots][keep]
     previous_ids, labels, eval_mask = blocks.previous_ids[keep], blocks.labels[keep], blocks.eval_mask[keep]
     compared = compare_blocks(
-        drafter, hidden, previous_ids, target_hidden, labels, eval_mask, weights, chunk_size=chunk_size
+        drafter,
+        hidden,
+        previous_ids,
+        target_hidden,
+        labels,
+        eval_mask,
+        weights,
+        None if states.normaliser is None else states.normaliser[rows, blocks.slots][keep],
+        chunk_size,
     )
     return dspark_loss(
         compared,

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from ..models import Drafter, DSparkDrafter
 from ..models.heads_dspark import VanillaMarkovHead
+from .normaliser import Normaliser, normalise
 
 # MiB for logits and what is computed from them, where nothing else is said.
 LOSS_MEMORY = 512.0
@@ -101,7 +102,8 @@ def compare_distributions(
     draft_logits: torch.Tensor,
     target_logits: torch.Tensor,
     labels: torch.Tensor | None = None,
-    draft_ids: torch.Tensor | None = None,
+    log_sum: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cross entropy and L1 distance of distributions given as logits, and their gradient.
@@ -112,9 +114,10 @@ def compare_distributions(
 
     Args:
         draft_logits: `(..., draft_vocab)`.
-        target_logits: `(..., vocab)`.
+        target_logits: `(..., draft_vocab)`.
         labels: `(...)`, the token after each slot, as a draft index; `None` for the soft cross entropy.
-        draft_ids: `(draft_vocab,)`, the target's tokens by draft index; `None` where they are the same.
+        log_sum: `(...)`, of the target over its whole vocabulary (`Normaliser`); `None` where that is the drafter's.
+        is_known: `(...)`, whether the drafter predicts the target's likeliest token; `None` where it predicts all.
         weights: `(2, ...)`, `a` and `b`; `None` if no gradient is wanted.
 
     Returns:
@@ -122,14 +125,14 @@ def compare_distributions(
     """
     # Each of these is as large as the logits, so they are written over as soon as they have served.
     log_q = torch.log_softmax(draft_logits.detach(), dim=-1, dtype=torch.float32)
-    p = torch.softmax(target_logits.detach(), dim=-1, dtype=torch.float32)
-    del target_logits
-    outside = torch.zeros_like(p[..., 0])
-    known = torch.ones_like(outside)
-    if draft_ids is not None:
-        top, p = p.amax(dim=-1), p[..., draft_ids]
+    if log_sum is None:
+        p = torch.softmax(target_logits.detach(), dim=-1, dtype=torch.float32)
+        outside = torch.zeros_like(p[..., 0])
+    else:
+        p = (target_logits.detach() - log_sum.unsqueeze(-1)).exp_()
         outside = (1 - p.sum(dim=-1)).clamp(min=0)
-        known = (p.amax(dim=-1) == top).float()
+    del target_logits
+    known = torch.ones_like(outside) if is_known is None else is_known.float()
     # What the target's probabilities are multiplied with, so that those of the draft vocabulary sum up to 1.
     share = known / (1 - outside).clamp(min=EPSILON)
     if labels is None:
@@ -162,6 +165,7 @@ def compare_blocks(
     labels: torch.Tensor | None,
     eval_mask: torch.Tensor,
     weights: LossWeights,
+    normaliser: Normaliser | None = None,
     chunk_size: int | None = None,
 ) -> Comparison:
     """Compares drafter and target at every slot that counts, with the logits of only a chunk of slots in memory.
@@ -176,6 +180,8 @@ def compare_blocks(
         labels: `(n, block)`, tokens after each slot; `None` for the soft cross entropy.
         eval_mask: `(n, block)`, the slots that count.
         weights: weights of the loss.
+        normaliser: `(n, block)`, the target's at the slots that count, for a drafter with a reduced vocabulary;
+            computed here where it is not given.
         chunk_size: slots per chunk, by default as many as fit in `LOSS_MEMORY`.
     """
     head = drafter.markov_head if isinstance(drafter, DSparkDrafter) else None
@@ -190,14 +196,22 @@ def compare_blocks(
     indices, is_known = None, torch.ones_like(slots)
     if labels is not None:
         indices, is_known = _draft_indices(drafter, labels[counted])
+    last = target_hidden[counted]
+    if drafter.d2t is None:
+        normaliser = None
+    elif normaliser is not None:
+        normaliser = normaliser[counted]
+    else:
+        normaliser = normalise(drafter.target_logits, last, slots_within(LOSS_MEMORY, drafter.config.vocab_size))
     chunks = _Chunks(
         drafter,
         head,
         inputs,
-        target_hidden[counted],
+        last,
+        normaliser,
         indices,
         torch.stack([weights.ce * slots * is_known, weights.tv * slots]),
-        chunk_size or slots_within(LOSS_MEMORY, drafter.config.vocab_size),
+        chunk_size or slots_within(LOSS_MEMORY, compared_vocab_size(drafter)),
     )
     if torch.is_grad_enabled():
         loss, terms = _FormedGradients.apply(chunks.score_with_gradients, *inputs, *chunks.parameters)
@@ -211,6 +225,11 @@ def compare_blocks(
 def slots_within(memory: float, vocab_size: int) -> int:
     """Slots, at least one, whose logits and what is computed from them take `memory` MiB."""
     return max(1, int(memory * 2**20 / (VECTORS_PER_SLOT * 4 * vocab_size)))
+
+
+def compared_vocab_size(drafter: Drafter) -> int:
+    """Logits of a slot that are in memory while `drafter`, bound to its target, is compared with it."""
+    return drafter.config.predicted_vocab_size if drafter.spares_head else drafter.config.vocab_size
 
 
 def _draft_indices(drafter: Drafter, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,6 +250,7 @@ class _Chunks:
         head: its sequential head, if it has one.
         inputs: hidden states `(slots, d)` and, with a sequential head, its features `(slots, r)`.
         target_hidden: `(slots, d)`.
+        normaliser: `(slots,)`, `None` without a reduced vocabulary.
         labels: `(slots,)`, draft indices, or `None`.
         weights: `(2, slots)`, those of cross entropy and distance.
         size: slots per chunk, at most.
@@ -240,6 +260,7 @@ class _Chunks:
     head: VanillaMarkovHead | None
     inputs: list[torch.Tensor]
     target_hidden: torch.Tensor
+    normaliser: Normaliser | None
     labels: torch.Tensor | None
     weights: torch.Tensor
     size: int
@@ -300,12 +321,19 @@ class _Chunks:
     def _compare(
         self, draft_logits: torch.Tensor, rows: slice, weights: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        draft_ids = None if self.drafter.d2t is None else self.drafter.draft_ids
         labels = None if self.labels is None else self.labels[rows]
-        target_hidden = self.target_hidden[rows]
+        log_sum = is_known = None
+        if self.normaliser is not None and self.drafter.t2d is not None:
+            own = self.normaliser[rows]
+            log_sum, is_known = own.log_sum, self.drafter.t2d[own.likeliest]
         # Handed on without a name here, so that the target's logits are dropped as soon as they have served.
         return compare_distributions(
-            draft_logits, self.drafter.target_logits(target_hidden), labels, draft_ids, weights
+            draft_logits,
+            self.drafter.target_draft_logits(self.target_hidden[rows]),
+            labels,
+            log_sum,
+            is_known,
+            weights,
         )
 
 
@@ -439,6 +467,7 @@ __all__ = [
     "acceptance_sums",
     "compare_blocks",
     "compare_distributions",
+    "compared_vocab_size",
     "confidence_sums",
     "dspark_loss",
     "slot_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from ..models import Drafter
 from .arguments import DSparkTrainingArguments
-from .losses import DSparkLoss, LossWeights, slot_weights, slots_within
+from .losses import DSparkLoss, LossWeights, compared_vocab_size, slot_weights, slots_within
+from .normaliser import complete
 from .target_states import TargetStates
 
 Batch = dict[str, torch.Tensor]
@@ -43,6 +45,10 @@ class Objective:
         """The slots that count, `(batch, ..., block)`, of a batch for which `draw` has been called."""
         raise NotImplementedError
 
+    def used(self, batch: Batch) -> torch.Tensor:
+        """Positions `(batch, seq)` whose target distribution a slot that counts is compared with; boolean."""
+        raise NotImplementedError
+
     def total_weight(self, batch: Batch) -> torch.Tensor:
         """Sum of the weights of all slots that count, a scalar."""
         return slot_weights(self.eval_mask(batch), self.weights.decay).sum()
@@ -69,7 +75,15 @@ class Objective:
     @property
     def chunk_size(self) -> int:
         """Slots whose logits are in memory at once."""
-        return slots_within(self.args.loss_memory, self.drafter.config.vocab_size)
+        return slots_within(self.args.loss_memory, compared_vocab_size(self.drafter))
+
+    def with_normaliser(self, states: TargetStates, batch: Batch) -> TargetStates:
+        """`states` with what a drafter of a reduced vocabulary needs of the rest of the target's, see `Normaliser`."""
+        if self.drafter.d2t is None:
+            return states
+        chunk_size = slots_within(self.args.loss_memory, self.drafter.config.vocab_size)
+        used, logits_of = self.used(batch), self.drafter.target_logits
+        return replace(states, normaliser=complete(states.normaliser, used, logits_of, states.last, chunk_size))
 
 
 def padded_mask(batch: Batch) -> torch.Tensor:

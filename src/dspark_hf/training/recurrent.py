@@ -35,6 +35,14 @@ class RecurrentObjective(Objective):
         """Tokens that each position drafts."""
         return self.drafter.config.block_size
 
+    def used(self, batch: Batch) -> torch.Tensor:
+        """See the base class."""
+        eval_mask = self.eval_mask(batch)
+        seq = eval_mask.shape[1]
+        return torch.stack([pad(eval_mask[..., step], (step + 1, 0))[:, :seq] for step in range(self.steps)]).any(
+            dim=0
+        )
+
     def labels(self, input_ids: torch.Tensor) -> torch.Tensor | None:
         """The token that each step predicts, `(batch, seq, steps)`; `None` for the soft cross entropy."""
         raise NotImplementedError
@@ -50,16 +58,20 @@ class RecurrentObjective(Objective):
         """See the base class."""
         input_ids, eval_mask = batch["input_ids"], self.eval_mask(batch)
         labels = self.labels(input_ids)
-        target_hidden = torch.stack([ahead(states.last, step + 1) for step in range(self.steps)], dim=2)
+
+        def at_slots(values: torch.Tensor) -> torch.Tensor:
+            return torch.stack([ahead(values, step + 1) for step in range(self.steps)], dim=2).flatten(0, 1)
+
         compared = compare_blocks(
             self.drafter,
             training_time_test(model, self.drafter, input_ids, states.context).flatten(0, 1),
             None,
-            target_hidden.flatten(0, 1),
+            at_slots(states.last),
             None if labels is None else labels.flatten(0, 1),
             eval_mask.flatten(0, 1),
             self.weights,
-            chunk_size=self.chunk_size,
+            None if states.normaliser is None else states.normaliser.map(at_slots),
+            self.chunk_size,
         )
         return dspark_loss(
             compared, None, eval_mask.flatten(0, 1), self.weights, total_weight=total_weight, processes=processes

@@ -23,6 +23,7 @@ from .arguments import DSparkTrainingArguments
 from .losses import world_size
 from .sharding import shard_layers
 from .state_cache import SHARD_SIZE, StateCache, fill_state_cache
+from .state_manifest import Manifest
 from .target_states import place_target
 from .trainer import DSparkTrainer
 
@@ -108,6 +109,7 @@ def cache_target_states(
     tokenizer: PreTrainedTokenizerBase | None = None,
     split_long: bool = False,
     num_proc: int | None = None,
+    normalisers: bool | None = None,
     shard_size: float = SHARD_SIZE,
     announce: Callable[[str], None] = logger.info,
 ) -> StateCache:
@@ -130,6 +132,9 @@ def cache_target_states(
         tokenizer: the target's; loaded with the target if that is given by name.
         split_long: see above.
         num_proc: see above.
+        normalisers: whether to compute what drafters with a reduced vocabulary need beside the states, so that the
+            target's LM head does not run for its whole vocabulary in training (`Normaliser`); unset for what the
+            folder has, none in a fresh one.
         shard_size: most MiB of a file, unless one sequence needs more; a folder to go on with keeps its own.
         announce: called with the predicted size, in words, before anything is computed.
 
@@ -144,7 +149,7 @@ def cache_target_states(
         tokenizer = tokenizer or loaded
     with training_args.main_process_first(desc="tokenising"):
         dataset, _ = _prepare(train_data, target, training_args, tokenizer, split_long, num_proc)
-    return _fill_cache(target, dataset, target_layer_ids, training_args, shard_size, announce)
+    return _fill_cache(target, dataset, target_layer_ids, training_args, normalisers, shard_size, announce)
 
 
 def _fill_cache(
@@ -152,6 +157,7 @@ def _fill_cache(
     dataset: Dataset,
     target_layer_ids: Sequence[int],
     training_args: DSparkTrainingArguments,
+    normalisers: bool | None,
     shard_size: float = SHARD_SIZE,
     announce: Callable[[str], None] = logger.info,
 ) -> StateCache:
@@ -163,6 +169,7 @@ def _fill_cache(
         target_layer_ids,
         training_args.states_cache or "",
         storage=training_args.states_storage,
+        normalisers=normalisers,
         shard_size=shard_size,
         batch_size=training_args.per_device_train_batch_size,
         announce=announce,
@@ -274,7 +281,9 @@ def train_drafter(
         model.config.generation_prompt_ids = generation_prompt(tokenizer, training_args.enable_thinking) or None
         model.config.enable_thinking = training_args.enable_thinking
     if training_args.states_cache is not None:
-        _fill_cache(target, train_dataset, model.config.target_layer_ids, training_args)
+        is_new = Manifest.load(Path(training_args.states_cache)) is None
+        normalisers = True if is_new and without_adapters(model).d2t is not None else None
+        _fill_cache(target, train_dataset, model.config.target_layer_ids, training_args, normalisers)
     trainer = DSparkTrainer(
         model=model.float(),
         target=target,

@@ -18,7 +18,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,19 +29,24 @@ from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..conversion.loading import check_output
 from ..data import DrafterCollator
+from .normaliser import Normaliser, complete
 from .state_manifest import FILE, FILL, NEW, Manifest, Shard, describe_source, write_whole
-from .state_storage import STORAGES, Layout, pack, unpack
-from .target_states import TargetStates, compute_target_states
+from .state_storage import STORAGES, pack, unpack
+from .target_states import TargetStates, check_last_state, compute_target_states, target_head
 
 logger = logging.getLogger(__name__)
 
 SHARD_SIZE = 256.0
 """MiB of a shard where nothing else is said."""
+
+NORMALISED = 256
+"""Positions whose logits are in memory at once."""
 
 INDEX = "states_index"
 """Column that says which example of the cache a row is."""
@@ -94,11 +99,16 @@ class StateCache:
         """
         layout = self.manifest.layout
         states = torch.zeros((len(indices), width, layout.parts, layout.hidden_size), dtype=self._dtype, device=device)
-        for row, index in zip(states, indices, strict=True):
+        known = Normaliser.unknown(len(indices), width, device=device) if self.manifest.normalisers else None
+        for place, (row, index) in enumerate(zip(states, indices, strict=True)):
             # Unpacked on the device, so that few bytes travel there.
             tensors = {name: tensor.to(device) for name, tensor in self._tensors(index).items()}
-            row[: len(tensors["states"])] = unpack(tensors, self._dtype)
-        return TargetStates(context=states[:, :, :-1].flatten(2), last=states[:, :, -1])
+            length = len(tensors["states"])
+            row[:length] = unpack(tensors, self._dtype)
+            if known is not None:
+                known.log_sum[place, :length] = tensors["log_sums"]
+                known.likeliest[place, :length] = tensors["likeliest"].long()
+        return TargetStates(context=states[:, :, :-1].flatten(2), last=states[:, :, -1], normaliser=known)
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         """What is stored of one example."""
@@ -107,7 +117,11 @@ class StateCache:
             self._verify(name)
             self._verified.add(name)
         with safe_open(self.folder / name, framework="pt") as file:
-            kinds = ("states", "scales") if self.storage == "int8" else ("states",)
+            kinds = ["states"]
+            if self.storage == "int8":
+                kinds.append("scales")
+            if self.manifest.normalisers:
+                kinds += ["log_sums", "likeliest"]
             return {kind: file.get_tensor(f"{kind}.{index}") for kind in kinds}
 
     def _verify(self, name: str) -> None:
@@ -173,6 +187,7 @@ def fill_state_cache(
     folder: str | os.PathLike[str],
     *,
     storage: str | None = None,
+    normalisers: bool | None = None,
     shard_size: float = SHARD_SIZE,
     batch_size: int = 8,
     announce: Callable[[str], None] = logger.info,
@@ -188,6 +203,8 @@ def fill_state_cache(
         target_layer_ids: layers to capture, -1 for the embedding output.
         folder: a fresh one, or one to go on with.
         storage: one of `STORAGES`; unset for what the folder has, `bf16` in a fresh one.
+        normalisers: whether to compute `Normaliser`s beside the states, for drafters with a reduced vocabulary;
+            unset for what the folder has, none in a fresh one.
         shard_size: most MiB of a shard, unless one example needs more; a folder to go on with keeps its own.
         batch_size: examples that the target reads at once.
         announce: called with the predicted size, before anything is computed.
@@ -204,8 +221,8 @@ def fill_state_cache(
 
     def look() -> tuple[Manifest, dict[str, range]]:
         """What the folder has, and the shards that it lacks."""
-        manifest = Manifest.load(folder) or Manifest(source, storage or "bf16", shard_size)
-        manifest.check(folder, source, storage)
+        manifest = Manifest.load(folder) or Manifest(source, storage or "bf16", shard_size, bool(normalisers))
+        manifest.check(folder, source, storage, normalisers)
         plan = manifest.plan(lengths)
         return manifest, {name: plan[name] for name in manifest.missing(folder, plan)}
 
@@ -215,6 +232,8 @@ def fill_state_cache(
     manifest, missing = look()
     if missing:  # a complete cache may lie where nothing can be written
         _check_whole(target, folder)
+        if manifest.normalisers:
+            check_last_state(target, [*target_layer_ids], target_head(target))
         with _alone(folder):
             manifest, missing = look()
             if missing:  # else another process was faster
@@ -306,7 +325,7 @@ def _check_room(
     """Announces the size of `shards`; raises `OSError` where they do not fit on the disk."""
     sizes = {}
     for storage in STORAGES:
-        layout = Layout(storage, manifest.layout.parts, manifest.layout.hidden_size)
+        layout = replace(manifest.layout, storage=storage)
         sizes[storage] = sum(layout.bytes_of(lengths[index]) for examples in shards.values() for index in examples)
     needed, free = sizes[manifest.storage], shutil.disk_usage(folder).free
     source = manifest.source
@@ -333,7 +352,7 @@ def _compute_shard(
     batch_size: int,
     progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one shard: those of example i are named `states.i` and `scales.i`."""
+    """The tensors of one shard; those of example i are named `states.i`, `scales.i` and so on."""
     tensors, collate = {}, DrafterCollator()
     layers = [*manifest.source.target_layer_ids]
     target.eval()
@@ -343,17 +362,34 @@ def _compute_shard(
         batch = collate([dataset[index] for index in indices])
         states = compute_target_states(target, layers, batch["input_ids"].to(target.device), batch["attention_mask"])
         joined = torch.cat([states.context, states.last], dim=-1).unflatten(-1, (manifest.layout.parts, -1))
-        for index, row in zip(indices, joined, strict=True):
-            row = row[: lengths[index]]
+        used = _used_positions(batch["loss_mask"])
+        for index, row, is_used in zip(indices, joined, used, strict=True):
+            row, is_used = row[: lengths[index]], is_used[: lengths[index]]
             if not row.isfinite().all():
                 raise ValueError(
                     f"The target's states of example {index + 1} are not finite in {manifest.source.dtype}; load the "
                     "`target` in bfloat16 or float32."
                 )
-            for kind, tensor in pack(row, manifest.storage).items():
+            stored = pack(row, manifest.storage)
+            if manifest.normalisers:
+                # Of what training will read, so that its probabilities add up.
+                last = unpack(stored, row.dtype)[:, -1]
+                known = complete(None, is_used.to(row.device)[None], target_head(target), last[None], NORMALISED)
+                stored |= {"log_sums": known.log_sum[0], "likeliest": known.likeliest[0].int()}
+            for kind, tensor in stored.items():
                 tensors[f"{kind}.{index}"] = tensor.contiguous().cpu()
             progress(lengths[index])
     return tensors
+
+
+def _used_positions(loss_mask: torch.Tensor) -> torch.Tensor:
+    """Positions of `loss_mask (batch, seq)` from which any objective may have a target distribution; boolean.
+
+    Those before a trained token, which predict it, and for EAGLE-3, which counts by the token that it reads, those
+    after one.
+    """
+    trained = pad(loss_mask.bool(), (1, 1))
+    return trained[:, 2:] | trained[:, 1:-1] | trained[:, :-2]
 
 
 def human_size(count: float) -> str:

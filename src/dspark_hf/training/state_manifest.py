@@ -180,29 +180,33 @@ class Manifest:
         source: what the states are made from.
         storage: what they are stored as.
         shard_size: most MiB of a shard.
+        normalisers: whether there is a `Normaliser` beside the states.
         shards: finished ones by file name.
     """
 
     source: Source
     storage: str
     shard_size: float
+    normalisers: bool = False
     shards: dict[str, Shard] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
         """The shape of the states."""
-        return Layout(self.storage, len(self.source.target_layer_ids) + 1, self.source.hidden_size)
+        return Layout(self.storage, len(self.source.target_layer_ids) + 1, self.source.hidden_size, self.normalisers)
 
     def plan(self, lengths: Sequence[int]) -> dict[str, range]:
         """All shards that there will be: file names, and the examples of `lengths` tokens in each."""
         shards = self.layout.shards(lengths, self.shard_size * 2**20)
         return {f"states-{number:06}.safetensors": examples for number, examples in enumerate(shards)}
 
-    def check(self, folder: Path, source: Source, storage: str | None) -> None:
-        """Raises `ValueError` where the states in `folder` are not those of `source`, or not in this `storage`."""
+    def check(self, folder: Path, source: Source, storage: str | None, normalisers: bool | None = None) -> None:
+        """Raises `ValueError` where the states in `folder` are not those of `source`, or not stored like this."""
         problems = self.source.differences(source)
         if storage is not None and storage != self.storage:
             problems.append(f"in `states_storage` {self.storage!r}, not {storage!r}")
+        if normalisers and not self.normalisers:
+            problems.append("without `normalisers`")
         if problems:
             raise ValueError(
                 f"`states_cache` is {str(folder)!r}, whose states were made otherwise: {'; '.join(problems)}. Use "
@@ -245,6 +249,7 @@ class Manifest:
                 Source(**{**source, "target_layer_ids": tuple(source["target_layer_ids"])}),
                 content["storage"],
                 float(content["shard_size"]),
+                content.get("normalisers", False) is True,
                 {name: Shard(**shard) for name, shard in content["shards"].items()},
             )
             if manifest.storage not in STORAGES:

@@ -27,17 +27,23 @@ class Layout:
         storage: one of `STORAGES`.
         parts: states of a token.
         hidden_size: values of a state.
+        normalisers: whether there is a `Normaliser` beside them, whose two numbers are kept in full.
     """
 
     storage: str
     parts: int
     hidden_size: int
+    normalisers: bool = False
 
     def bytes_of(self, tokens: int, examples: int = 1) -> int:
         """Bytes on disk of so many examples with so many tokens in all."""
         scale_bytes = torch.float32.itemsize if self.storage == "int8" else 0
         token_bytes = self.parts * (self.hidden_size * STORAGES[self.storage].itemsize + scale_bytes)
-        return tokens * token_bytes + examples * (2 if scale_bytes else 1) * _HEADER_BYTES
+        tensors = 2 if scale_bytes else 1
+        if self.normalisers:
+            token_bytes += torch.float32.itemsize + torch.int32.itemsize
+            tensors += 2
+        return tokens * token_bytes + examples * tensors * _HEADER_BYTES
 
     def shards(self, lengths: Sequence[int], limit: float) -> Iterator[range]:
         """Examples of `lengths` tokens in shards of at most `limit` bytes; a longer example has one of its own."""

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .._compat import capture_kwargs, captured_states
-from ..models import Drafter
+from ..models.drafter_base import head_logits
+from .normaliser import LogitsOf, Normaliser
 
 
 @dataclass
@@ -19,10 +20,12 @@ class TargetStates:
     Args:
         context: `(batch, seq, m * d)`, the m captured layers, concatenated.
         last: `(batch, seq, d)`, the final states after the final norm, which the LM head sees.
+        normaliser: `(batch, seq)`, for drafters with a reduced vocabulary; `None` where nobody has computed it.
     """
 
     context: torch.Tensor
     last: torch.Tensor
+    normaliser: Normaliser | None = None
 
 
 @torch.no_grad()
@@ -56,17 +59,28 @@ def place_target(target: PreTrainedModel, device: torch.device) -> None:
         target.to(device)
 
 
+def target_head(target: PreTrainedModel) -> LogitsOf:
+    """What turns the last states of `target` into its logits, soft caps included."""
+    cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return lambda hidden: head_logits(target.get_output_embeddings(), hidden, cap)
+
+
 @torch.no_grad()
-def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
+def check_last_state(target: PreTrainedModel, target_layer_ids: list[int], logits_of: LogitsOf) -> None:
     """Raises `ValueError` for a target whose last state is not what its LM head turns into logits.
 
     Some families put further layers between the two; a drafter would be trained on logits that are not the target's.
+
+    Args:
+        target: the target.
+        target_layer_ids: layers that it captures.
+        logits_of: what is taken for its LM head.
     """
     ids = torch.tensor([[0, 1]], device=target.device)
-    states = compute_target_states(target, drafter.config.target_layer_ids, ids, torch.ones_like(ids))
+    states = compute_target_states(target, target_layer_ids, ids, torch.ones_like(ids))
     logits = target(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1].float()
     if states.last.dim() == 3:
-        ours = drafter.target_logits(states.last[:, -1]).float().to(logits.device)
+        ours = logits_of(states.last[:, -1]).float().to(logits.device)
         tolerance = 1e-3 if target.dtype == torch.float32 else 5e-2
         if (ours - logits).abs().max() <= tolerance * max(1.0, logits.abs().max().item()):
             return
@@ -76,4 +90,4 @@ def check_last_state(target: PreTrainedModel, drafter: Drafter) -> None:
     )
 
 
-__all__ = ["TargetStates", "check_last_state", "compute_target_states", "place_target"]
+__all__ = ["TargetStates", "check_last_state", "compute_target_states", "place_target", "target_head"]

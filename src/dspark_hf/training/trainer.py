@@ -119,7 +119,7 @@ class DSparkTrainer(Trainer):
                 "computed again would be in its cache twice. Leave it False."
             )
         model.bind_target(target)
-        check_last_state(target, model)
+        check_last_state(target, model.config.target_layer_ids, model.target_logits)
         for copied in (drafter.embed_tokens, None if drafter.has_own_head else drafter.lm_head):
             if copied is not None:
                 copied.requires_grad_(False)
@@ -177,10 +177,11 @@ class DSparkTrainer(Trainer):
         self.objective.draw(batch, self.state.global_step)
         # Autocast would reach `model.forward` alone, and the heads are applied outside.
         with self.accelerator.autocast():
-            return self.objective.loss(
+            objective = self.objective
+            return objective.loss(
                 model,
                 batch,
-                self._target_states(batch),
+                objective.with_normaliser(self._target_states(batch), batch),
                 total_weight=None if total_weight is None else torch.as_tensor(total_weight),
                 processes=processes,
             )
