@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -55,6 +56,8 @@ SHARES = {"sampled": 0.3, "greedy": 0.1, "train": 0.4, "measure": 0.1}
 # Training is planned from a few steps; if they were too hopeful it ends here, as a multiple of its share.
 TOLERANCE = 1.25
 CHECKPOINT_SECONDS = 120
+# Answers may take so much of their share, until those that end together are there.
+LATE = 1.1
 SMOKE = {"minutes": 2.0, "new_tokens": 24, "repeats": 1, "prompts": 200}
 
 
@@ -194,13 +197,19 @@ class Fit:
         return {"train": len(train), "heldout": len(heldout)}
 
     def write_answers(self, name: str, temperature: float) -> dict[str, Any]:
-        """The target answers until the stage's time is up; answers that are begun then are dropped."""
+        """The target answers until the stage's time is up; answers that are begun then are dropped.
+
+        Answers of the greatest length end together, `max_batch` of them, and then the last one ends the stage. Where
+        lengths differ few are lost with any of them: the stage ends when it is late by a tenth.
+        """
         args, path = self.args, self.folder / f"{name}.jsonl"
         target, tokenizer = self.pair
+        calls = itertools.count()  # the first one before any answer
 
         def check_time(done: int, total: int) -> None:
             self.ledger.save(rows=done)
-            if done and self.ledger.seconds > self.seconds_for(name):
+            limit = self.seconds_for(name) * (1 if next(calls) % args.max_batch == 0 else LATE)
+            if done and self.ledger.seconds > limit:
                 raise TimeIsUp
 
         with contextlib.suppress(TimeIsUp):

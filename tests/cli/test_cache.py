@@ -57,6 +57,17 @@ def test_cache_and_train(folder, tmp_path):
     assert summary["states"] == "bf16" and summary["steps"] == 2
 
 
+def test_normalisers(folder, tmp_path):
+    output = tmp_path / "states"
+    result = cache(folder, output, "--normalisers")
+    assert result.exit_code == 0, result.output
+    assert json.loads((output / "manifest.json").read_text())["normalisers"] is True
+    assert cache(folder, output).exit_code == 0, "a folder keeps what it has"
+    assert cache(folder, tmp_path / "without").exit_code == 0
+    result = cache(folder, tmp_path / "without", "--normalisers")
+    assert result.exit_code == 1 and "made otherwise: without --normalisers." in result.output
+
+
 def test_layers_of_other_methods(folder, tmp_path):
     """As training chooses them: of the target's two layers EAGLE-3 reads one, and MTP the last one's."""
     for method, layers in (("eagle3", "0"), ("mtp", "1")):

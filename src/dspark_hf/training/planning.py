@@ -316,8 +316,9 @@ def disk(target: TargetSize, parameters: int, run: Run) -> float:
 
 
 def cached_states(drafter: DrafterConfig, run: Run) -> float:
-    """Bytes of the target's `m + 1` states of all tokens in bf16."""
-    layout = Layout("bf16", len(drafter.target_layer_ids) + 1, drafter.hidden_size)
+    """Bytes of the target's `m + 1` states of all tokens in bf16, with what reduced vocabularies need beside."""
+    has_own_vocabulary = drafter.draft_vocab_size is not None
+    layout = Layout("bf16", len(drafter.target_layer_ids) + 1, drafter.hidden_size, normalisers=has_own_vocabulary)
     return layout.bytes_of(round(run.tokens), round(run.sequences))
 
 
@@ -327,8 +328,9 @@ def hours(target: TargetSize, drafter: DrafterConfig, run: Run, gpu: GPU) -> flo
     A multiplication by a weight takes 2 operations per token forward and 4 backward. Per token of text: the target's
     active weights forward, the drafter's fusion and its keys and values forward and backward. Per token of a block:
     the drafter's layers and heads forward and backward; the LM head forward for the target, forward and half the
-    backward (it is frozen) for the drafter. A recurrent drafter has no keys and values of context. Attention adds
-    `4 × width × keys` forward and twice that backward.
+    backward (it is frozen) for the drafter; with a reduced vocabulary both take its rows alone, and the target's whole
+    head runs once for each position that is used. A recurrent drafter has no keys and values of context. Attention
+    adds `4 × width × keys` forward and twice that backward.
     """
     length = run.tokens / run.sequences
     each = rows(drafter, length, min(run.num_anchors, length))  # no more anchors than tokens
@@ -344,10 +346,13 @@ def hours(target: TargetSize, drafter: DrafterConfig, run: Run, gpu: GPU) -> flo
     # Blocks are masked so that they see half of the context on average; of a recurrent drafter all is computed.
     seen = each.keys if not each.context else length / 2 + drafter.block_size
     per_row += drafter.num_hidden_layers * 12 * queries * seen
-    per_slot = d * (2 * target.vocab_size + 4 * drafter.predicted_vocab_size)
+    per_slot = 6 * d * drafter.predicted_vocab_size
+    normalised = 0.0
+    if drafter.draft_vocab_size is not None:
+        normalised = min(length, each.compared) * 2 * d * target.vocab_size
     if isinstance(drafter, DSparkConfig):
         per_slot += 6 * drafter.markov_rank * drafter.predicted_vocab_size
-    operations = length * per_token + each.computed * per_row + each.compared * per_slot
+    operations = length * per_token + each.computed * per_row + each.compared * per_slot + normalised
     return run.epochs * run.sequences * operations / (run.gpus * gpu.tflops * 1e12 * gpu.utilisation) / 3600
 
 
