@@ -141,6 +141,9 @@ def test_training_from_a_cache_with_normalisers(
     runs, whole = {}, []
     head = target.get_output_embeddings()
     hook = head.register_forward_hook(lambda *_: whole.append(1))
+    train = DSparkTrainer.train
+    # Before that, the head is run for the cache, and to see that this target can be trained for.
+    monkeypatch.setattr(DSparkTrainer, "train", lambda self, **options: whole.clear() or train(self, **options))
     for name, normalisers in (("online", None), ("without", False), ("with", True), ("by itself", None)):
         options = {} if name == "online" else {"states_cache": str(tmp_path / "states" / name)}
         args = make_args(tmp_path / name, states_storage=options and "float32" or None, logging_steps=1, **options)
@@ -150,12 +153,6 @@ def test_training_from_a_cache_with_normalisers(
             cache = cache_target_states(target, dataset, layers, args, normalisers=normalisers)
             assert cache.manifest.normalisers == normalisers
         train_drafter(target, dataset, drafter, args)
-        whole.clear()
-        trainer = DSparkTrainer(
-            make_drafter(target, [*range(3, 43)], kind, draft_vocab_size=40), target, args, dataset
-        )
-        whole.clear()  # of the check that this target can be trained for
-        trainer.train()
         assert bool(whole) == (name in ("online", "without"))
         state = json.loads((tmp_path / name / "trainer_state.json").read_text())
         runs[name] = [entry["loss"] for entry in state["log_history"] if "loss" in entry], weights(drafter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,16 +116,29 @@ def plot_load(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     rates, budgets = figure.subplots(1, 2, sharex=True)
-    for policy in dict.fromkeys(row["policy"] for row in rows):
+    policies = [*dict.fromkeys(row["policy"] for row in rows)]
+    fixed = [policy for policy in policies if policy.startswith("length")]
+    others = itertools.cycle((("black", "s", "--"), ("#0072B2", "o", "-"), ("#D55E00", "^", "-")))
+    for policy in policies:
         points = [row for row in rows if row["policy"] == policy]
         loads = [row["load"] for row in points]
         medians = np.array([row["tokens_per_second"] for row in points])
+        drafted = [row["budget"] for row in points]
+        if policy in fixed:
+            # They are many and stand back behind the others, the longer the darker.
+            shade = str(0.85 - 0.5 * fixed.index(policy) / max(1, len(fixed) - 1))
+            for axis, values in ((rates, medians), (budgets, drafted)):
+                axis.plot(loads, values, color=shade, linewidth=1, zorder=1, label=policy)
+            continue
+        color, marker, line = next(others)
+        style = {"color": color, "marker": marker, "markersize": 4, "linestyle": line, "linewidth": 2}
         spread = np.abs(np.array([row["tokens_per_second_range"] for row in points]).T - medians)
-        # Fixed lengths are many and stand back behind the others.
-        style = {"alpha": 0.5, "linewidth": 1} if policy.startswith("length") else {"linewidth": 2}
-        rates.errorbar(loads, medians, yerr=spread, marker="o", markersize=3, capsize=2, label=policy, **style)
-        budgets.plot(loads, [row["budget"] for row in points], marker="o", markersize=3, **style)
-    rates.set(ylabel="tokens per second", ylim=(0, None))
+        rates.errorbar(loads, medians, yerr=spread, capsize=3, elinewidth=1, label=policy, **style)
+        budgets.plot(loads, drafted, **style)
+    # Equal ratios are equally far apart.
+    rates.set_yscale("log", base=2)
+    rates.yaxis.set_major_formatter("{x:.0f}")
+    rates.set(ylabel="tokens per second")
     budgets.set(ylabel="drafted tokens verified per request and round", ylim=(0, None))
     rates.set_xscale("log", base=2)
     rates.xaxis.set_major_formatter("{x:.0f}")
