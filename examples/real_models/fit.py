@@ -85,7 +85,7 @@ class FitArguments:
     )
     new_tokens: int = field(default=96, metadata={"help": "Most tokens of an answer."})
     # Of 16, 32, 64 and 128 prompts at once SmolLM2 decoded 122, 220, 251 and 435 tokens per second, prompts apart.
-    max_batch: int = field(default=64, metadata={"help": "Answers decoded at once."})
+    max_batch: int = field(default=128, metadata={"help": "Answers decoded at once."})
     num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the drafter."})
     block_size: int = field(default=7, metadata={"help": "Tokens drafted in a round."})
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head."})
