@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import platform
 import random
 import statistics
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,9 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers.utils import logging
 
-from dspark_hf import DSparkDrafter, SpeculativeEngine
+from dspark_hf import DSparkDrafter
 from dspark_hf.embedded import load_embedded_pair, load_prompts
+from dspark_hf.evaluation.load import LoadFigures, measure_load
 from dspark_hf.evaluation.plots import can_plot, plot_load
 from dspark_hf.generation.capacity import measure_capacity
 from dspark_hf.generation.schedulers import Fixed, Hardware, Plain, Scheduler
@@ -50,40 +48,24 @@ class WrongDrafter(DSparkDrafter):
         return logits.roll(1, dims=-1), state
 
 
-def prompts(tokenizer: Any) -> Iterator[torch.Tensor]:
-    """Held-out prompts of the three kinds, without end."""
-    return itertools.cycle([tokenizer(prompt.text, return_tensors="pt").input_ids for prompt in load_prompts()])
-
-
 def run(
-    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, tokens: int, total: int, seed: int
-) -> dict[str, float]:
-    """Figures of one policy at one load, from when `load` requests are active to `total` tokens later.
-
-    Requests have between half and one and a half times `tokens` tokens to write, so that they do not end together.
-    """
+    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, args: argparse.Namespace, seed: int
+) -> LoadFigures:
+    """Figures of one policy at one load, over held-out prompts of the three kinds in an order that the seed gives."""
     target, tokenizer, _ = pair
-    torch.manual_seed(seed)
-    source = prompts(tokenizer)
-    count = scheduler.length if isinstance(scheduler, Fixed) else drafter.config.block_size
-    options = {**DECODING, "eos_token_id": None, "dspark_scheduler": scheduler, "dspark_num_draft_tokens": count}
-    lengths = itertools.cycle([tokens * (2 + step) // 4 for step in (0, 3, 1, 4, 2)])
-    with SpeculativeEngine(target, drafter, max_batch=load, max_queue=load, threaded=False, **options) as engine:
-        requests = [engine.submit(next(source), max_new_tokens=next(lengths)) for _ in range(load)]
-        engine.step()
-        before, start = (
-            {name: engine.stats.total(name) for name in ("emitted", "rows", "verified")},
-            time.perf_counter(),
-        )
-        while engine.stats.total("emitted") - before["emitted"] < total:
-            requests = [request for request in requests if not request.done]
-            while len(requests) < load:
-                requests.append(engine.submit(next(source), max_new_tokens=next(lengths)))
-            engine.step()
-        seconds = time.perf_counter() - start
-        emitted, rows, verified = (engine.stats.total(name) - count for name, count in before.items())
-        engine.close(cancel=True)
-    return {"tokens_per_second": emitted / seconds, "accepted_length": emitted / rows, "budget": verified / rows}
+    found = random.Random(seed).sample(load_prompts(), len(load_prompts()))
+    return measure_load(
+        target,
+        drafter,
+        scheduler,
+        [tokenizer(prompt.text, return_tensors="pt").input_ids for prompt in found],
+        load,
+        mean_tokens=args.tokens,
+        total_tokens=max(load * args.tokens, args.least),
+        num_draft_tokens=scheduler.length if isinstance(scheduler, Fixed) else None,
+        seed=seed,
+        **DECODING,
+    )
 
 
 def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
@@ -105,22 +87,21 @@ def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
                 AUTO: Hardware(profile),
                 WRONG: Hardware(profile),
             }
-            figures: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+            figures: dict[str, list[LoadFigures]] = {name: [] for name in policies}
             for repeat in range(args.repeats):
                 # Another order each time, so that a drift of the machine favours none.
                 for name in random.Random(repeat).sample(list(policies), len(policies)):
                     progress.update(bar, description=f"{load} at once, {name}")
                     helper = wrong if name == WRONG else drafter
-                    total = max(load * args.tokens, args.least)
-                    figures[name].append(run(pair, helper, policies[name], load, args.tokens, total, repeat))
+                    figures[name].append(run(pair, helper, policies[name], load, args, repeat))
                     progress.advance(bar)
             rows += [summary(load, name, figures) for name in policies]
     return rows
 
 
-def summary(load: int, policy: str, figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def summary(load: int, policy: str, figures: dict[str, list[LoadFigures]]) -> dict[str, Any]:
     """Medians, ranges and intervals over the repeats; ratios are taken within each repeat."""
-    rates = {name: [entry["tokens_per_second"] for entry in entries] for name, entries in figures.items()}
+    rates = {name: [entry.tokens_per_second for entry in entries] for name, entries in figures.items()}
     rivals = best_rivals(rates)
     to_best = [
         mine / rates[best][repeat] for repeat, (mine, best) in enumerate(zip(rates[policy], rivals, strict=True))
@@ -137,7 +118,8 @@ def summary(load: int, policy: str, figures: dict[str, list[dict[str, float]]]) 
         "to_plain": mean_ratio(to_plain),
         "to_plain_interval": interval(to_plain),
         **{
-            name: statistics.median(entry[name] for entry in figures[policy]) for name in ("accepted_length", "budget")
+            name: statistics.median(getattr(entry, name) for entry in figures[policy])
+            for name in ("accepted_length", "budget")
         },
     }
 

@@ -81,6 +81,8 @@ class Request:
         self._tokens: list[int] = []
         self._done = False
         self._error: BaseException | None = None
+        # Under the engine's lock, and the request's own: of many that wait, only those that it concerns wake up.
+        self._grew, self._ended = (threading.Condition(engine._lock) for _ in range(2))
 
     @property
     def done(self) -> bool:
@@ -97,7 +99,7 @@ class Request:
 
     def _has_more_than(self, seen: int) -> bool:
         """Waits for the next token; false where none will come."""
-        self._engine._wait_for(lambda: self._done or len(self._tokens) > seen)
+        self._engine._wait_for(self._grew, lambda: self._done or len(self._tokens) > seen)
         return len(self._tokens) > seen
 
     def result(self, timeout: float | None = None) -> list[int]:
@@ -111,7 +113,7 @@ class Request:
             CancelledError: (of `concurrent.futures`) where the request was cancelled.
             Exception: what the request failed with.
         """
-        if not self._engine._wait_for(lambda: self._done, timeout):
+        if not self._engine._wait_for(self._ended, lambda: self._done, timeout):
             raise TimeoutError(
                 f"Request {self.number} has not ended after {timeout} seconds. Wait longer, or cancel it."
             )
@@ -346,8 +348,10 @@ class SpeculativeEngine:
         self._open: dict[int, Request] = {}
         self._loop: _RequestLoop | None = None
         self._closed = False
-        # Guards all that is shared with other threads, and tells of every change.
-        self._changed = threading.Condition()
+        # Guards all that is shared with other threads.
+        self._lock = threading.RLock()
+        # The queue, or whether the engine is closed.
+        self._changed = threading.Condition(self._lock)
         # Guards the loop: held while a step runs.
         self._stepping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True) if threaded else None
@@ -378,7 +382,7 @@ class SpeculativeEngine:
         member = self._prepare(input_ids, options)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     raise RuntimeError("The engine is closed. Make a new one to submit further prompts.")
                 if len(self._queue) < self.max_queue:
@@ -387,7 +391,7 @@ class SpeculativeEngine:
                     self._changed.notify_all()
                     return member.request
             left = None if end is None else end - time.monotonic()
-            if not self._wait_for(lambda: self._closed or len(self._queue) < self.max_queue, left):
+            if not self._wait_for(self._changed, lambda: self._closed or len(self._queue) < self.max_queue, left):
                 raise Full(
                     f"{self.max_queue} requests have been waiting for {timeout} seconds. Submit again later, or make "
                     "the engine with a larger `max_queue`."
@@ -434,29 +438,35 @@ class SpeculativeEngine:
 
     def _deliver(self, request: Request, tokens: list[int], ended: bool) -> None:
         """Hands new tokens to an open request."""
-        with self._changed:
+        with self._lock:
             if not request._done:
                 request._tokens += tokens
-                self._changed.notify_all()
+                request._grew.notify_all()
         if ended:
             self._end(request)
 
     def _end(self, request: Request, error: BaseException | None = None) -> bool:
         """Ends a request, with `error` if there is one; false where it had ended before."""
-        with self._changed:
+        with self._lock:
             if request._done:
                 return False
             request._done, request._error = True, error
             self._open.pop(request.number, None)
             self._queue = deque(member for member in self._queue if not member.request._done)
-            self._changed.notify_all()
+            for change in (request._grew, request._ended, self._changed):
+                change.notify_all()
             return True
 
-    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits until `condition` holds, without a thread by taking steps; false after `timeout` seconds."""
+    def _wait_for(
+        self, change: threading.Condition, condition: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Waits until `condition` holds, which a `change` may bring; false after `timeout` seconds.
+
+        Without a thread by taking steps.
+        """
         if self._thread is not None:
-            with self._changed:
-                return self._changed.wait_for(condition, timeout)
+            with change:
+                return change.wait_for(condition, timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while not condition():
             if end is not None and time.monotonic() >= end:
@@ -510,7 +520,7 @@ class SpeculativeEngine:
 
     def _next(self, free: int) -> _Member | None:
         """The next request from the queue, if there is one and a row is free for it."""
-        with self._changed:
+        with self._lock:
             if not self._queue or free < 1:
                 return None
             self._changed.notify_all()
@@ -538,14 +548,14 @@ class SpeculativeEngine:
         """What the thread does."""
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(lambda: self._closed or self._has_work())
                     if not self._has_work():
                         return
                 self.step()
         finally:
             # Nothing is left, unless what is no `Exception` ended the thread.
-            with self._changed:
+            with self._lock:
                 self._closed = True
                 for request in list(self._open.values()):
                     self._end(request, RuntimeError("The engine's thread has ended. Make a new engine."))
@@ -556,7 +566,7 @@ class SpeculativeEngine:
         Args:
             cancel: whether to cancel them instead.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
             for request in list(self._open.values()) if cancel else []:
                 request.cancel()

@@ -163,10 +163,11 @@ class Rows:
 
     def _cut(self, row: int, length: int) -> None:
         """Ends row at `length`, or before it where it is flagged and ends alone."""
-        flag = self._flagged[row]
+        flag, written = self._flagged[row], max(length, self.lengths[row])
         if self._ends_alone and flag is not None:
             length = min(length, flag)
-        self.buffer[row, length:] = self.pad_id
+        if length < written:
+            self.buffer[row, length:] = self.pad_id
         self.lengths[row] = length
 
     def _settle(self) -> None:
