@@ -44,9 +44,7 @@ def dflash(layers: int, block: int = BLOCK, loss: dict[str, Any] | None = None) 
 
 def dspark(head: str, layers: int, block: int = BLOCK) -> Entry:
     """The same backbone with a sequential and a confidence head."""
-    config = DSparkConfig(
-        num_hidden_layers=layers, block_size=block, markov_rank=64, markov_head_type=head, **SHAPE
-    )
+    config = DSparkConfig(num_hidden_layers=layers, block_size=block, markov_rank=64, markov_head_type=head, **SHAPE)
     return Entry("blocks", config)
 
 

@@ -19,6 +19,7 @@ The same command goes on where a run was broken off, whenever that was. `progres
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import platform
@@ -105,7 +106,7 @@ class StudyArguments:
                 setattr(self, name, value)
         for name, value in dataclasses.asdict(self).items():
             values = value if isinstance(value, list) else [value]
-            if name != "seed" and any(isinstance(entry, int | float) and entry <= 0 for entry in values[self.smoke :]):
+            if name not in ("seed", "smoke") and any(isinstance(one, int | float) and one <= 0 for one in values):
                 raise ValueError(f"`{name}` is {value}; give a positive number.")
         if not Path(self.target, "config.json").is_file():
             raise ValueError(f"`target` is {self.target!r}; give the folder of a model.")
@@ -277,9 +278,7 @@ class Study:
         """Confidences of the drafter that runs under load, on prompts from held-out files, cut elsewhere."""
         args, (target, tokenizer) = self.args, self.pair
         rng, documents = random.Random(args.seed), self.documents("heldout")
-        prompts = [
-            torch.tensor([cut_prompt(tokenizer, documents, rng, 56)]) for _ in range(args.calibration_prompts)
-        ]
+        prompts = [torch.tensor([cut_prompt(tokenizer, documents, rng, 56)]) for _ in range(args.calibration_prompts)]
         drafter = self.drafter(_UNDER_LOAD)
         torch.manual_seed(args.seed)
         seen = collect_observations(
@@ -315,7 +314,7 @@ class Study:
                         measure_load(target, drafter, scheduler, prompts, load, seed=repeat, **sizes, **SAMPLED)
                     )
             rows += [{"load": load, "policy": name, **_median(figures)} for name, figures in found.items()]
-        write_whole(self.folder / "load.json", _to_json({"rows": rows}))
+        write_whole(self.folder / "load.json", json.dumps({"rows": rows}, indent=2) + "\n")
         return {}
 
 
@@ -332,12 +331,6 @@ def _median(figures: list[LoadFigures]) -> dict[str, Any]:
         "accepted_length": statistics.median(entry.accepted_length for entry in figures),
         "budget": statistics.median(entry.budget for entry in figures),
     }
-
-
-def _to_json(content: Any) -> str:
-    import json
-
-    return json.dumps(content, indent=2) + "\n"
 
 
 def main() -> None:
