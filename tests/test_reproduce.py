@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "reproduce"
 MODULES = ("drafters", "figures", "findings", "run", "summary")
-TASKS = ("code", "prose", "structured")
+KINDS = ("code", "prose", "structured")
+TASKS = tuple(f"embedded-{kind}" for kind in KINDS)
 
 SIZES = {
     "batches": 1,
@@ -50,7 +51,7 @@ def text(tmp_path):
     folder.mkdir()
     row = {"source": "a", "text": "def f(x):\n    return x + 1\n" * 60}
     for part in ("train", "heldout"):
-        lines = "".join(json.dumps({"kind": kind, **row}) + "\n" for kind in TASKS)
+        lines = "".join(json.dumps({"kind": kind, **row}) + "\n" for kind in KINDS)
         (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     (folder / "sources.json").write_text("{}", encoding="utf-8")
     return folder

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -154,11 +155,16 @@ def top_probability(target: PreTrainedModel, comparisons: list[Comparison]) -> f
 def show(report: dict[str, Any]) -> None:
     """Prints the figures."""
     console = Console()
-    table = Table(title="held-out prompts: ms of a round's parts and of a plain token; speed is times plain")
+    table = Table(
+        title="held-out prompts: ms of a round's parts and of a plain token; speed is times plain",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for column in ("decoding", "scheduler"):
         table.add_column(column, no_wrap=True)
     for column in ("verified", "accepted", "speed", "range", "draft", "verify", "rest", "plain"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in report["rows"]:
         low, high = row["speedup_range"]
         table.add_row(

@@ -92,7 +92,7 @@ def accepted_lengths(report: Report, facts: Mapping[str, Any]) -> str:
     tasks = list(report["tasks"])
     header = ["drafter"]
     for temperature in TEMPERATURES:
-        header += [f"{task}, T={temperature:g}" for task in tasks] + ["mean", "speed"]
+        header += [f"{task.removeprefix('embedded-')}, T={temperature:g}" for task in tasks] + ["mean", "speed"]
     rows = []
     for name in comparison():
         line: list[str] = [name]

@@ -178,7 +178,7 @@ def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
     data = Dataset.from_list([{"text": "hello there"}])
     with pytest.raises(ValueError, match="None of the 1 rows.*`text` needs a tokenizer"):
         prepare_dataset(data, max_length=8, vocab_size=9)
-    with pytest.raises(ValueError, match="None of the 0 rows"):
+    with pytest.raises(ValueError, match="`data` has no rows"):
         prepare_dataset(write(tmp_path / "empty.jsonl", []), max_length=8, vocab_size=9)
     with pytest.raises(FileNotFoundError, match="missing.jsonl"):
         prepare_dataset(tmp_path / "missing.jsonl", max_length=8, vocab_size=9)

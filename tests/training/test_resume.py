@@ -140,3 +140,11 @@ def test_part_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
         (tmp_path / name / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-11").mkdir()
     assert find_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_trained_drafter_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    assert find_checkpoint(str(tmp_path), resume=False) is None
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ValueError, match=f"`output_dir` is .*has a drafter .{name}. that would be overwritten"):
+        find_checkpoint(str(tmp_path), resume=False)

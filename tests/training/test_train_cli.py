@@ -17,6 +17,7 @@ from dspark_hf import AutoDrafter, DSparkDrafter, DSparkTrainingArguments
 from dspark_hf.cli.options import Method
 from dspark_hf.cli.train import FLAGS, OPTIONS, PASSES_ON, train
 from dspark_hf.data.text import ROW_KINDS
+from dspark_hf.embedded import DRAFTER
 from dspark_hf.training.recipe import METHODS, DataArguments, DrafterArguments, RecipeParser
 
 app = typer.Typer()
@@ -202,9 +203,11 @@ def test_recipe(target_folder: Path, data: Path, tmp_path: Path) -> None:
     "recipe, message",
     [
         ("max_step: 3", "There is no option `max_step`, named in the recipe '{path}'. Did you mean `max_steps` or"),
-        ("max_steps: ten", "--max-steps: invalid int value: 'ten'"),
+        ("max_steps: ten", "`max_steps`: invalid int value: 'ten' (in the recipe '{path}')"),
         ("max_steps: [1, 2]", "`max_steps` is ['1', '2'] in the recipe '{path}'; it takes one value"),
         ("bf16: maybe", "`bf16`: Truthy value expected"),
+        ("bf16: maybe", "(in the recipe '{path}')"),
+        ("", "The recipe '{path}' is empty"),
         ("target:", "--target is not given; it is needed, as an option or in the recipe"),
         ("- target", "is no mapping of options to values"),
         ("target: [", "is not YAML"),
@@ -216,6 +219,19 @@ def test_recipe_errors_are_one_line(tmp_path: Path, recipe: str, message: str) -
     code, text = run("--recipe", path)
     assert code == 1
     assert message.format(path=path) in " ".join(text.split()) and "Traceback" not in text
+
+
+def test_drafter_of_another_target_is_named(
+    target_with_tokenizer: tuple[Path, PreTrainedTokenizerFast], tmp_path: Path
+) -> None:
+    folder, _ = target_with_tokenizer
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    where = ("--target", folder, "--data", data, "--output", tmp_path / "out")
+    code, text = run(*where, "--warm-start", DRAFTER)
+    assert code == 1
+    assert f"--warm-start is {str(DRAFTER)!r}, whose drafter does not fit the target" in " ".join(text.split())
+    assert "--target-layers" not in text
 
 
 def test_parser_of_the_example_script(tmp_path: Path) -> None:

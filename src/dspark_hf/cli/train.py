@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -215,6 +216,8 @@ def _train(arguments: Arguments) -> None:
     target, tokenizer = load_target(
         drafter_args.target, device_map=drafter_args.target_device_map or training_args.device
     )
+    if trained is not None:
+        _check_fit(trained, target, checkpoint, drafter_args.warm_start)
     set_seed(training_args.seed)
     train_drafter(
         target,
@@ -238,6 +241,16 @@ def _trained_drafter(checkpoint: str | None, warm_start: str | None) -> Drafter 
     start = checkpoint or warm_start
     with user_errors(pretrained_model_name_or_path="--resume" if checkpoint else "--warm-start"):
         return None if start is None else AutoDrafter.from_pretrained(start)
+
+
+def _check_fit(drafter: Drafter, target: Any, checkpoint: str | None, warm_start: str | None) -> None:
+    """Raises `ValueError` where the drafter to go on from is another target's, and says where it came from."""
+    try:
+        drafter.check_target(target)
+    except ValueError as error:
+        option, value = ("--resume", checkpoint) if checkpoint else ("--warm-start", warm_start)
+        message = re.sub("`([a-z_]+)`", r"\1", str(error))  # they are no options of this command
+        raise ValueError(f"{option} is {value!r}, whose drafter does not fit the target. {message}") from error
 
 
 def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> Drafter:

@@ -114,7 +114,7 @@ def prepare_dataset(
         )
     report = DataReport(rows=len(dataset))
     if not report.rows:
-        raise _nothing_left(report)
+        raise _nothing_left(report, data)
     prepared = dataset.map(
         _RowMapper(tokenizer, max_length, vocab_size, split_long, template_options(enable_thinking)),
         with_indices=True,
@@ -137,7 +137,7 @@ def prepare_dataset(
         prepared = prepared.select([index for index, problem in enumerate(problems) if not problem])
         logger.warning("Left out %d of %d rows: %s.", sum(report.skipped.values()), report.rows, _reasons(report))
     if not len(prepared):
-        raise _nothing_left(report)
+        raise _nothing_left(report, data)
     if report.cut:
         logger.warning("Cut the ends of %d of %d rows, longer than %d tokens.", report.cut, report.rows, max_length)
     _count(prepared, report)
@@ -157,9 +157,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int)
         )
 
 
-def _nothing_left(report: DataReport) -> ValueError:
+def _nothing_left(report: DataReport, data: str | os.PathLike[str] | Dataset) -> ValueError:
+    place = "the data" if isinstance(data, Dataset) else f"the file {os.fspath(data)!r}"
+    if not report.rows:
+        return ValueError(f"`data` has no rows: {place} is empty. A row needs {ROW_KINDS}.")
     return ValueError(
-        f"None of the {report.rows} rows of the data can be trained on: {_reasons(report)}. A row needs {ROW_KINDS}."
+        f"None of the {report.rows} rows of {place} can be trained on: {_reasons(report)}. A row needs {ROW_KINDS}, "
+        "in UTF-8."
     )
 
 
@@ -167,7 +171,7 @@ def _reasons(report: DataReport) -> str:
     reasons = [
         f"{count} × {reason} (first: {report.first_skipped[reason]})" for reason, count in report.skipped.items()
     ]
-    return ", ".join(reasons) or "there are none"
+    return ", ".join(reasons)
 
 
 def _count(dataset: Dataset, report: DataReport) -> None:

@@ -183,13 +183,24 @@ class RecipeParser(HfArgumentParser):
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"The recipe {os.fspath(path)!r} is not YAML: {error}") from error
         if not isinstance(recipe, dict):
-            raise ValueError(f"The recipe {os.fspath(path)!r} is no mapping of options to values (`bf16: true`).")
+            what = "empty" if recipe is None else "no mapping of options to values"
+            raise ValueError(f"The recipe {os.fspath(path)!r} is {what}; give a line for each option (`bf16: true`).")
         self.check_names(recipe, f"the recipe {os.fspath(path)!r}")
         lists = {action.dest for action in self._actions if action.nargs == "+"}
         for name, value in recipe.items():
             if isinstance(value, list) and name not in lists:
                 raise ValueError(f"`{name}` is {value} in the recipe {os.fspath(path)!r}; it takes one value.")
-        return {name: value for name, value in recipe.items() if value not in UNSET}
+        found = {name: value for name, value in recipe.items() if value not in UNSET}
+        try:
+            self.parse_known_args(self._as_arguments(found))
+        except ValueError as error:
+            raise ValueError(f"{error} (in the recipe {os.fspath(path)!r})") from error
+        return found
+
+    def _as_arguments(self, values: Mapping[str, Any]) -> list[str]:
+        """Options by name as the words of a command line."""
+        switches = {action.dest for action in self._actions if action.nargs == "?" and action.const is True}
+        return [part for name, value in values.items() for part in _as_arguments(name, value, name in switches)]
 
     def check_names(self, names: Iterable[str], place: str, also: Iterable[str] = ()) -> None:
         """Raises `ValueError` for options that do not exist, with those of similar names, `also` among them."""
@@ -207,9 +218,7 @@ class RecipeParser(HfArgumentParser):
 
         `flags` are options that the command line has beside these, to be named where one is misspelt.
         """
-        switches = {action.dest for action in self._actions if action.nargs == "?" and action.const is True}
-        arguments = [part for name, value in values.items() for part in _as_arguments(name, value, name in switches)]
-        arguments += argv
+        arguments = [*self._as_arguments(values), *argv]
         found, unknown = self.parse_known_args(arguments)
         self.check_names((_option_name(word) for word in unknown if word.startswith("--")), "the command line", flags)
         if unknown:

@@ -250,7 +250,8 @@ def train_drafter(
         OSError: if the target, the drafter or the data is not where it should be, or the target's states do not fit
             on the disk or are damaged there.
         ValueError: if the drafter does not fit the target, no row of the data can be used, there is no checkpoint to
-            resume from, there are checkpoints and `resume` is not set, or `states_cache` was made from something else.
+            resume from, there are checkpoints or a drafter in the output folder and `resume` is not set, or
+            `states_cache` was made from something else.
 
     Example:
         ```python
@@ -319,11 +320,15 @@ def _check_output(output_dir: str) -> None:
         raise ValueError(f"`output_dir` is {output_dir!r}, which holds another model; give a fresh folder.")
 
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+
+
 def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
     """The last whole checkpoint in a run's output folder, `None` for a run that is not resumed.
 
     Raises:
-        ValueError: if there is none to resume from, or there are some that a new run would mix with its own.
+        ValueError: if there is none to resume from, there are some that a new run would mix with its own, or the
+            folder has a trained drafter that it would overwrite.
     """
     checkpoint = last_checkpoint(output_dir)
     if resume and checkpoint is None:
@@ -335,6 +340,12 @@ def find_checkpoint(output_dir: str, resume: bool = True) -> str | None:
         raise ValueError(
             f"{output_dir!r} has checkpoints of an earlier run, up to {os.path.basename(checkpoint)}: set `resume` to "
             "go on from the last one, or give a fresh folder as `output_dir`."
+        )
+    trained = [name for name in _WEIGHTS if (Path(output_dir) / name).is_file()]
+    if not resume and trained:
+        raise ValueError(
+            f"`output_dir` is {output_dir!r}, which has a drafter ({trained[0]}) that would be overwritten; give a "
+            "fresh folder, or remove that one."
         )
     return checkpoint
 
