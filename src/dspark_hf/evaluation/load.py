@@ -67,11 +67,10 @@ def measure_load(
     for name, value in (("load", load), ("mean_tokens", mean_tokens), ("total_tokens", total_tokens)):
         if value < 1:
             raise ValueError(f"`{name}` is {value}; it must be at least 1.")
-    source = itertools.cycle(prompts)
-    first = next(source, None)
-    if first is None:
+    prompts = list(prompts)
+    if not prompts:
         raise ValueError("`prompts` is empty; give at least one.")
-    source = itertools.chain([first], source)
+    source = itertools.cycle(prompts)
     lengths = itertools.cycle([max(1, int(share * mean_tokens)) for share in _SHARES])
     block = drafter.config.block_size if num_draft_tokens is None else num_draft_tokens
     # A request ends when it has its length, and at nothing before.
