@@ -299,6 +299,8 @@ class Fit:
         between = int(CHECKPOINT_SECONDS / self.ledger.facts["step_seconds"])
         target, tokenizer = self.pair
         checkpoint = last_checkpoint(self.folder / "drafter")
+        if checkpoint is None:  # what a kill left before the first whole checkpoint
+            shutil.rmtree(self.folder / "drafter", ignore_errors=True)
         clock = ClockCallback(self.ledger, TOLERANCE * self.seconds_for("train"))
         train_drafter(
             target,

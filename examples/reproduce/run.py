@@ -24,6 +24,7 @@ import logging
 import os
 import platform
 import random
+import shutil
 import statistics
 import sys
 from collections.abc import Callable
@@ -228,6 +229,8 @@ class Study:
         entry, output = self.entries[name], self.folder / "drafters" / name
         target, tokenizer = self.pair
         checkpoint = last_checkpoint(output)
+        if checkpoint is None:  # what a kill left before the first whole checkpoint
+            shutil.rmtree(output, ignore_errors=True)
         clock = ClockCallback(self.ledger)
         drafter = train_drafter(
             target,
