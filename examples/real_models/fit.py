@@ -62,7 +62,7 @@ TOLERANCE = 1.25
 CHECKPOINT_SECONDS = 120
 # Answers may take so much of their share while those that end together are written.
 LATE = 1.1
-SMOKE = {"minutes": 2.0, "new_tokens": 24, "repeats": 1, "prompts": 200}
+SMOKE = {"minutes": 2.0, "new_tokens": 24, "prompts": 200}
 
 
 @dataclass

@@ -568,11 +568,14 @@ def test_static_cache(family, given):
 def test_mixed_dtypes(prompt, text, dtypes, sampled):
     model, helper = load_target(CASE).to(dtypes[0]), load_drafter(CASE).to(dtypes[1])
     model.generation_config.eos_token_id = None
-    torch.manual_seed(0)
-    output = drafted(model, helper, prompt, do_sample=sampled)
-    assert output.shape[1] == prompt.shape[1] + NEW_TOKENS
-    # Which samples meet the drafts depends on how a processor rounds bfloat16.
-    assert sum(rounds(helper, "verified" if sampled else "accepted")) > 0
+    accepted = 0
+    # Which samples meet the drafts depends on how a processor rounds bfloat16: one seed may meet none.
+    for seed in range(8 if sampled else 1):
+        torch.manual_seed(seed)
+        output = drafted(model, helper, prompt, do_sample=sampled)
+        assert output.shape[1] == prompt.shape[1] + NEW_TOKENS
+        accepted += sum(rounds(helper, "accepted"))
+    assert accepted > 0
     if dtypes[0] == torch.float32 and not sampled:
         assert output[0, prompt.shape[1] :].tolist() == text
 
