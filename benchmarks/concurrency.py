@@ -1,14 +1,15 @@
 """Throughput of the embedded pair under load: the hardware-aware scheduler against plain decoding and fixed lengths.
 
-For each load, that many requests are active at any time: when one ends the next one joins. Each policy runs for a
-number of tokens per request, and so many in all that luck does not decide; all policies take turns, several times
-over, in one process, and keep from turn to turn what they have learnt, as on a server. The costs that the scheduler
-goes by are measured first. Reported are tokens per second (median and range over the repeats), the ratio, repeat by
-repeat, to plain decoding and to the best of plain decoding and of every fixed length (geometric means with bootstrap
-intervals; which one is best is taken from the other repeats), accepted length (bonus token included), and the
-drafted tokens verified per request and round. One more policy drafts with a drafter that is always wrong.
+For each load, that many requests are active at any time: when one ends the next one joins. Each policy has an engine
+of its own, and keeps what it has learnt, as on a server. In one process the policies take turns of less than a
+second, in another order each time, so that all of them meet the same machine; so many turns make a repeat, and luck
+does not decide. The costs that the scheduler goes by are measured first. Reported are tokens per second (median and
+range over the repeats), the ratio, repeat by repeat, to plain decoding and to the best of plain decoding and of every
+fixed length (geometric means with bootstrap intervals; which one is best is taken from the other repeats), accepted
+length (bonus token included), and the drafted tokens verified per request and round. One more policy drafts with a
+drafter that is always wrong.
 
-    python benchmarks/concurrency.py --loads 1 2 4 8 16 32 --tokens 64 --repeats 5
+    python benchmarks/concurrency.py --loads 1 2 4 8 16 32 --tokens 64 --repeats 10
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from typing import Any
 
 import torch
 from report import versions, write_report
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers.utils import logging
 
 from dspark_hf import DSparkDrafter
 from dspark_hf.embedded import load_embedded_pair, load_prompts
-from dspark_hf.evaluation.load import LoadFigures, measure_load
+from dspark_hf.evaluation.load import LoadedEngine, LoadFigures, take_turns
 from dspark_hf.evaluation.plots import can_plot, plot_load
 from dspark_hf.generation.capacity import measure_capacity
 from dspark_hf.generation.schedulers import Fixed, Hardware, Plain, Scheduler
@@ -48,22 +48,20 @@ class WrongDrafter(DSparkDrafter):
         return logits.roll(1, dims=-1), state
 
 
-def run(
-    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, args: argparse.Namespace, seed: int
-) -> LoadFigures:
-    """Figures of one policy at one load, over held-out prompts of the three kinds in an order that the seed gives."""
+def start(
+    pair: Any, drafter: DSparkDrafter, scheduler: Scheduler, load: int, args: argparse.Namespace
+) -> LoadedEngine:
+    """An engine for one policy, with held-out prompts of the three kinds, in the same order for all."""
     target, tokenizer, _ = pair
-    found = random.Random(seed).sample(load_prompts(), len(load_prompts()))
-    return measure_load(
+    found = random.Random(0).sample(load_prompts(), len(load_prompts()))
+    return LoadedEngine(
         target,
         drafter,
         scheduler,
         [tokenizer(prompt.text, return_tensors="pt").input_ids for prompt in found],
         load,
         mean_tokens=args.tokens,
-        total_tokens=max(load * args.tokens, args.least),
         num_draft_tokens=scheduler.length if isinstance(scheduler, Fixed) else None,
-        seed=seed,
         **DECODING,
     )
 
@@ -76,7 +74,7 @@ def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
     gamma = drafter.config.block_size
     rows = []
     with Progress() as progress:
-        bar = progress.add_task("measuring costs", total=len(args.loads) * args.repeats * (gamma + 3))
+        bar = progress.add_task("measuring costs", total=len(args.loads) * args.repeats)
         profile = measure_capacity(
             target, drafter, max_rows=max(args.loads), contexts=(128,), repeats=args.profile_repeats
         )
@@ -87,15 +85,22 @@ def measure(args: argparse.Namespace, pair: Any) -> list[dict[str, Any]]:
                 AUTO: Hardware(profile),
                 WRONG: Hardware(profile),
             }
+            engines = {
+                name: start(pair, wrong if name == WRONG else drafter, scheduler, load, args)
+                for name, scheduler in policies.items()
+            }
             figures: dict[str, list[LoadFigures]] = {name: [] for name in policies}
             for repeat in range(args.repeats):
-                # Another order each time, so that a drift of the machine favours none.
-                for name in random.Random(repeat).sample(list(policies), len(policies)):
-                    progress.update(bar, description=f"{load} at once, {name}")
-                    helper = wrong if name == WRONG else drafter
-                    figures[name].append(run(pair, helper, policies[name], load, args, repeat))
-                    progress.advance(bar)
-            rows += [summary(load, name, figures) for name in policies]
+                progress.update(bar, description=f"{load} at once")
+                turns = take_turns(engines, max(load * args.tokens, args.least), seed=repeat)
+                for name in policies:
+                    figures[name].append(turns[name])
+                progress.advance(bar)
+            for engine in engines.values():
+                engine.close()
+            found = [summary(load, name, figures) for name in policies]
+            progress.console.print(table(found))
+            rows += found
     return rows
 
 
@@ -155,8 +160,8 @@ def interval(ratios: list[float], draws: int = 10_000) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--tokens", type=int, default=64, help="tokens per request and run")
-    parser.add_argument("--least", type=int, default=512, help="least tokens per run, over all requests")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per request, on average")
+    parser.add_argument("--least", type=int, default=1024, help="least tokens of a policy and repeat")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile-repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -185,17 +190,16 @@ def main() -> None:
     write_report(report, args.output)
     if can_plot():
         plot_load(rows, args.output.with_suffix(".png"))
-    show(rows)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="tokens per second under load, temperature 1")
-    for column in ("load", "policy", "tokens/s", "to plain", "to best other", "95%", "accepted", "verified"):
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The policies at one load."""
+    table = Table(title=f"{rows[0]['load']} requests at once, temperature 1")
+    for column in ("policy", "tokens/s", "to plain", "to best", "95%", "accepted", "verified"):
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=column != "policy")
     for row in rows:
         low, high = row["to_best_other_interval"]
         table.add_row(
-            str(row["load"]),
             row["policy"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['to_plain']:.2f}",
@@ -203,9 +207,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{low:.3f}-{high:.3f}",
             f"{row['accepted_length']:.2f}",
             f"{row['budget']:.2f}",
-            end_section=row["policy"] == WRONG,
         )
-    Console().print(table)
+    return table
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from dspark_hf import AutoDrafter, Drafter, DSparkTrainingArguments, get_drafter
 from dspark_hf.embedded import TARGET
 from dspark_hf.evaluation import collect_observations, fit_temperatures
 from dspark_hf.evaluation.harness import EvaluationSettings, evaluate_drafters
-from dspark_hf.evaluation.load import LoadFigures, measure_load
+from dspark_hf.evaluation.load import LoadedEngine, LoadFigures, take_turns
 from dspark_hf.evaluation.tasks import load_tasks
 from dspark_hf.generation.capacity import measure_capacity
 from dspark_hf.generation.schedulers import Fixed, Hardware, Plain, Scheduler
@@ -97,8 +97,8 @@ class StudyArguments:
     calibration_prompts: int = field(default=60, metadata={"help": "Prompts that confidences are calibrated on."})
     loads: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32], metadata={"help": "Requests at once."})
     load_tokens: int = field(default=64, metadata={"help": "Tokens of a request, on average."})
-    load_total: int = field(default=1024, metadata={"help": "Least tokens of a run under load."})
-    repeats: int = field(default=5, metadata={"help": "Runs under each load."})
+    load_total: int = field(default=1024, metadata={"help": "Least tokens of a repeat under load."})
+    repeats: int = field(default=5, metadata={"help": "Repeats under each load."})
     seed: int = field(default=0, metadata={"help": "Seed of text, weights, order and samples."})
 
     def __post_init__(self) -> None:
@@ -290,12 +290,14 @@ class Study:
         return {"temperatures": fit_temperatures(seen)}
 
     def measure_loads(self) -> dict[str, Any]:
-        """Plain decoding, MTP-1 and DSpark under its scheduler in turns, over the same prompts."""
+        """Plain decoding, MTP-1 and DSpark under its scheduler, which take turns."""
         args, (target, tokenizer) = self.args, self.pair
         dspark, mtp = self.drafter(_UNDER_LOAD), self.drafter("mtp-1")
         dspark.config.confidence_temperatures = self.ledger.content["stages"]["calibrate"]["temperatures"]
         profile = measure_capacity(target, dspark, max_rows=max(args.loads))
         questions = [question.turns[0] for task in load_tasks(["embedded"]) for question in task.questions]
+        random.Random(args.seed).shuffle(questions)
+        prompts = [tokenizer(text, return_tensors="pt").input_ids for text in questions]
         rows = []
         for load in args.loads:
             policies: dict[str, tuple[Any, Scheduler]] = {
@@ -303,19 +305,17 @@ class Study:
                 "MTP-1": (mtp, Fixed(1)),
                 "DSpark": (dspark, Hardware(profile)),
             }
+            engines = {
+                name: LoadedEngine(target, drafter, scheduler, prompts, load, mean_tokens=args.load_tokens, **SAMPLED)
+                for name, (drafter, scheduler) in policies.items()
+            }
             found: dict[str, list[LoadFigures]] = {name: [] for name in policies}
             for repeat in range(args.repeats):
-                rng = random.Random(f"{args.seed}-{repeat}")
-                prompts = [
-                    tokenizer(text, return_tensors="pt").input_ids for text in rng.sample(questions, len(questions))
-                ]
-                for name in rng.sample(list(policies), len(policies)):
-                    drafter, scheduler = policies[name]
-                    total = max(args.load_total, load * args.load_tokens)
-                    sizes = {"mean_tokens": args.load_tokens, "total_tokens": total}
-                    found[name].append(
-                        measure_load(target, drafter, scheduler, prompts, load, seed=repeat, **sizes, **SAMPLED)
-                    )
+                total = max(args.load_total, load * args.load_tokens)
+                for name, figures in take_turns(engines, total, seed=args.seed + repeat).items():
+                    found[name].append(figures)
+            for engine in engines.values():
+                engine.close()
             rows += [{"load": load, "policy": name, **_median(figures)} for name, figures in found.items()]
         write_whole(self.folder / "load.json", json.dumps({"rows": rows}, indent=2) + "\n")
         return {}

@@ -118,6 +118,9 @@ def test_bad_rows_are_counted_and_left_out(
         "`text` is not a string": 1,
         f"token ids outside the target's vocabulary of {VOCAB_SIZE}": 1,
     }
+    assert report.first_skipped[f"token ids outside the target's vocabulary of {VOCAB_SIZE}"] == (
+        f"line 9, token id {VOCAB_SIZE}"
+    )
     assert "Left out 6 of 9 rows: 1 × line is not JSON (first: line 4), 1 × line is not a JSON object" in caplog.text
 
 

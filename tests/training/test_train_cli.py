@@ -299,6 +299,13 @@ def test_bad_data_is_counted_and_named(
     assert report["tokens"] < 128 + 2 * 20
 
 
+def test_empty_data_is_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
+    data = tmp_path / "empty.jsonl"
+    data.write_text("\n \n")
+    code, text = run("--target", "./nope", "--data", data, "--output", tmp_path / "drafter")
+    assert code == 1 and "empty.jsonl', which has no rows: the file is empty" in text
+
+
 def test_tokenizer_of_another_model_is_refused(
     target_with_tokenizer: tuple[Path, PreTrainedTokenizerFast], data: Path, tmp_path: Path
 ) -> None:

@@ -37,11 +37,14 @@ SplitLong = Annotated[
 
 
 def check_file(option: str, path: str) -> None:
-    """Raises `ValueError` where `path` is no file; asked before the target is loaded, which may take minutes."""
+    """Raises `ValueError` for no file or an empty one; asked before the target is loaded, which may take minutes."""
     if Path(path).is_dir():
         raise ValueError(f"{option} is {path!r}, which is a folder; give a JSON Lines file.")
     if not Path(path).is_file():
         raise ValueError(f"{option} is {path!r}, and there is no such file.")
+    with open(path, "rb") as file:
+        if not any(line.strip() for line in file):
+            raise ValueError(f"{option} is {path!r}, which has no rows: the file is empty.")
 
 
 def parse_layers(text: str | None) -> list[int] | None:

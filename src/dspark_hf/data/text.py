@@ -38,7 +38,16 @@ ROW_KINDS = "`input_ids`, `messages`, `prompt` with `response`, or `text`"
 
 
 class BadRow(ValueError):
-    """A row that cannot be trained on; its message is the reason that is counted."""
+    """A row that cannot be trained on; its message is the reason that is counted.
+
+    Args:
+        reason: the same for all rows of its sort.
+        detail: what is particular to this row; reported with the first one of its sort.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail
 
 
 @dataclass
@@ -265,6 +274,7 @@ class _RowMapper:
                 is_chat = "messages" in row
             except BadRow as error:
                 sequences, problem = [([], [])], str(error)
+                place = f"{place}, {error.detail}" if error.detail else place
             for input_ids, loss_mask in sequences:
                 output["input_ids"].append(input_ids)
                 output["loss_mask"].append(loss_mask)
@@ -279,8 +289,9 @@ class _RowMapper:
         input_ids, loss_mask = tokenize_row(row, self.tokenizer, self.template_options)
         if not input_ids:
             raise BadRow("empty row")
-        if min(input_ids) < 0 or max(input_ids) >= self.vocab_size:
-            raise BadRow(f"token ids outside the target's vocabulary of {self.vocab_size}")
+        outside = next((token for token in input_ids if not 0 <= token < self.vocab_size), None)
+        if outside is not None:
+            raise BadRow(f"token ids outside the target's vocabulary of {self.vocab_size}", f"token id {outside}")
         length = self.max_length
         starts = range(0, len(input_ids), length) if self.split_long else [0]
         windows = [(input_ids[start : start + length], loss_mask[start : start + length]) for start in starts]
