@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from .. import _compat
 from ..models import Drafter, DSparkDrafter, RecurrentDrafter
+from .context import PendingContext
 from .inference import ForwardMode, forward_mode, is_altered
 from .processing import ScoreProcessors
 from .verification import draw
@@ -138,46 +139,6 @@ class Steps(Protocol):
         """After the last position."""
 
 
-@dataclass
-class Context:
-    """What the drafter has yet to read of some neighbouring rows of a batch, as it came.
-
-    Rows that came at different times have one each: they may wait for long, and to bring them to one length is dear.
-
-    Attributes:
-        rows: how many these are.
-        states: `(rows, n, m * d)` each, captured target states.
-        positions: `(rows, n)` each, -1 where there is no text.
-        ids: `(rows, n)` each.
-    """
-
-    rows: int
-    states: list[torch.Tensor] = field(default_factory=list)
-    positions: list[torch.Tensor] = field(default_factory=list)
-    ids: list[torch.Tensor] = field(default_factory=list)
-
-    def keep(self, rows: list[int]) -> Context:
-        """What there is of `rows`."""
-        if len(rows) == self.rows:
-            return self
-        kept = [[tensor[rows] for tensor in tensors] for tensors in (self.states, self.positions, self.ids)]
-        return Context(len(rows), *kept)
-
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, positions and ids, in the order in which they came."""
-        return torch.cat(self.states, dim=1), torch.cat(self.positions, dim=1), torch.cat(self.ids, dim=1)
-
-    def aligned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same with each row's text at its right end, without columns that are padding in all rows."""
-        states, positions, ids = self.whole()
-        columns = _text_columns(positions)
-        return (
-            states.gather(1, columns[..., None].expand(-1, -1, states.shape[2])),
-            positions.gather(1, columns),
-            ids.gather(1, columns.to(ids.device)),
-        )
-
-
 class DraftSession(NoDrafts):
     """Drafts for a batch of rows, keeping the drafter's view of their context up to date; made by `draft_session`.
 
@@ -204,55 +165,23 @@ class DraftSession(NoDrafts):
         self._mode: ForwardMode = torch.no_grad if may_keep else forward_mode(drafter, self.cache)
         # Text positions of the cache's columns, -1 for padding.
         self._positions: torch.Tensor | None = None
-        self._pending: list[Context] = []
+        self._pending = PendingContext()
 
     def add_context(self, states: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
-        if not self._pending:
-            self._pending = [Context(len(states))]
-        start = 0
-        for context in self._pending:
-            own = slice(start, start := start + context.rows)
-            # A view would keep the states of all rows, for as long as one of them waits.
-            context.states.append(states if context.rows == len(states) else states[own].clone())
-            context.positions.append(positions[own])
-            context.ids.append(ids[own])
+        self._pending.add(states, positions, ids)
 
     def keep(self, rows: list[int]) -> None:
-        start, kept = 0, []
-        for context in self._pending:
-            own = [row - start for row in rows if start <= row < start + context.rows]
-            start += context.rows
-            if own:
-                kept.append(context.keep(own))
-        self._pending = kept
+        self._pending.keep(rows)
         self.cache.batch_select_indices(torch.tensor(rows, device=self.drafter.device))
         if self._positions is not None:
             self._positions = self._positions[rows]
 
     def join(self, others: Sequence[Self]) -> None:
-        self._pending = [context for session in (self, *others) for context in session._pending]
+        self._pending.join([other._pending for other in others])
         if self._positions is not None:
-            rows = sum(context.rows for other in others for context in other._pending)
+            rows = sum(other._pending.rows for other in others)
             self._positions = pad(self._positions, (0, 0, 0, rows), value=-1)
             _compat.add_cache_rows(self.cache, rows)
-
-    def _take_pending(self, aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States `(batch, new, m * d)`, positions and ids `(batch, new)` that are not in the cache yet.
-
-        Args:
-            aligned: whether each row's text has to be at its right end.
-        """
-        pending, self._pending = self._pending, []
-        if len(pending) == 1:
-            return pending[0].aligned() if aligned else pending[0].whole()
-        parts = [context.aligned() for context in pending]
-        width = max(positions.shape[1] for _, positions, _ in parts)
-        padded = []
-        for states, positions, ids in parts:
-            left = (width - positions.shape[1], 0)
-            padded.append((pad(states, (0, 0, *left)), pad(positions, left, value=-1), pad(ids, left)))
-        states, positions, ids = (torch.cat(tensors) for tensors in zip(*padded, strict=True))
-        return states, positions, ids
 
     def draft(
         self, active: list[int], anchor_ids: torch.Tensor, count: int, goes_on: GoesOn | None = None
@@ -347,7 +276,7 @@ class ParallelSession(DraftSession):
 
     def _parallel_stage(self, anchor_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(batch, block, d)` and base logits `(batch, block, vocab)` after the anchors `(batch, 1)`."""
-        states, new, _ = self._take_pending()
+        states, new, _ = self._pending.take()
         context = new if self._positions is None else torch.cat([self._positions, new], dim=1)
         steps = torch.arange(1, self.drafter.config.block_width + 1, device=new.device)
         block = context.amax(dim=1, keepdim=True) + steps
@@ -413,7 +342,7 @@ class RecurrentSession(DraftSession):
     drafter: RecurrentDrafter
 
     def _begin(self, anchor_ids: torch.Tensor) -> Steps:
-        states, new, ids = self._take_pending(aligned=True)
+        states, new, ids = self._pending.take(aligned=True)
         new, anchor_ids = new.to(self.drafter.device), anchor_ids.to(self.drafter.device)
         # Each row's text is at the right end, so its anchor follows the last column.
         following = torch.cat([ids[:, 1:].to(anchor_ids.device), anchor_ids[:, None]], dim=1)
