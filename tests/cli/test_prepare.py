@@ -84,8 +84,8 @@ def test_server_and_dataset(folders, tmp_path):
     ("flags", "says"),
     [
         ([], "Give either --prompts, a JSON Lines file, or --dataset."),
-        (["--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
-        (["--prompts", "."], "'.' is a folder; give a JSON Lines file"),
+        (["--prompts", "nowhere.jsonl"], "--prompts is 'nowhere.jsonl', and there is no such file"),
+        (["--prompts", "."], "--prompts is '.', which is a folder; give a JSON Lines file"),
         (["--prompts", __file__, "--temperature", -1], "--temperature is -1.0"),
         (["--prompts", __file__, "--max-new-tokens", 0], "--max-new-tokens is 0"),
         (["--prompts", __file__, "--samples", 0], "--samples is 0"),
@@ -107,6 +107,12 @@ def test_user_errors_are_one_line(folders, tmp_path, flags, says):
     assert result.exit_code == 1, result.output
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert says in line and "Traceback" not in result.output
+
+
+def test_empty_prompts_are_refused_before_the_target_is_loaded(folders, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    result = prepare(folders, tmp_path / "out.jsonl", "--prompts", tmp_path / "in.jsonl", "--target", "./nope")
+    assert result.exit_code == 1 and "in.jsonl', which has no rows: the file is empty" in result.stderr
 
 
 def test_no_row_could_be_answered(folders, tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import user_errors
-from .options import Device, Thinking
+from .options import Device, Thinking, check_file
 from .pair import check_decoding, load_pair
 
 if TYPE_CHECKING:
@@ -136,10 +136,11 @@ def prepare(
 
 
 def _read(prompts: str | None, dataset: str | None, subset: str | None, split: str) -> Any:
-    """A path, or a dataset."""
+    """A path, which is looked at before the target is loaded, or a dataset."""
     if (prompts is None) == (dataset is None):
         raise ValueError("Give either --prompts, a JSON Lines file, or --dataset.")
     if prompts is not None:
+        check_file("--prompts", prompts)
         return prompts
     from datasets import load_dataset
 
