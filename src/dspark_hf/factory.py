@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import _compat
-from .conversion import deepspec, dflash, eagle3
-from .conversion.formats import DEEPSPEC, DFLASH, DSPARK, EAGLE3, detect_format, find_file, read_json, refuse_foreign
+from .conversion import LOADERS
+from .conversion.formats import DSPARK, detect_format, find_file, read_json, refuse_foreign
 from .conversion.loading import check_location, neither_found
 from .models import (
     DRAFTER_CLASSES,
@@ -554,7 +554,7 @@ class AutoDrafter:
 
         Args:
             pretrained_model_name_or_path: folder or repository with `config.json` and safetensors weights, in this
-                package's format, in DeepSpec's, in that of EAGLE-3 and SpecForge, or in that of z-lab's DFlash.
+                package's format, or in that of DeepSpec, EAGLE-3, z-lab's DFlash, SpecForge or speculators.
             kwargs: as for `PreTrainedModel.from_pretrained`: `revision`, `subfolder`, `token`, `cache_dir`,
                 `local_files_only`, `dtype`, `device_map`, ...
 
@@ -570,12 +570,8 @@ class AutoDrafter:
             drafter_class = DRAFTER_CLASSES[config["model_type"]]
             drafter: Drafter = drafter_class.from_pretrained(pretrained_model_name_or_path, **kwargs)
             return drafter
-        if found == DEEPSPEC:
-            return deepspec.load_deepspec(pretrained_model_name_or_path, config, **kwargs)
-        if found == EAGLE3:
-            return eagle3.load_eagle3(pretrained_model_name_or_path, config, **kwargs)
-        if found == DFLASH:
-            return dflash.load_dflash(pretrained_model_name_or_path, config, **kwargs)
+        if found in LOADERS:
+            return LOADERS[found](pretrained_model_name_or_path, config, **kwargs)
         raise refuse_foreign(found, pretrained_model_name_or_path, config.get("model_type"))
 
 

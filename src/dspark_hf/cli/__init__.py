@@ -8,6 +8,7 @@ import typer
 
 from .cache import cache
 from .calibrate import calibrate
+from .convert import convert
 from .demo import demo
 from .evaluate import ListsCommand, evaluate
 from .generate import generate
@@ -19,12 +20,13 @@ from .train import PASSES_ON, train
 app = typer.Typer(
     name="dspark",
     help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, "
-    "calibrate, profile and compare them.",
+    "calibrate, profile, compare and convert them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("cache")(cache)
 app.command("calibrate")(calibrate)
+app.command("convert")(convert)
 app.command("demo")(demo)
 app.command("eval", cls=ListsCommand)(evaluate)
 app.command("generate")(generate)

@@ -23,10 +23,15 @@ def check_decoding(
         raise ValueError(f"--top-p is {top_p}; it is a probability above 0, 1 for all tokens.")
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; it must be at least 1.")
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype is {dtype!r}; choose auto, float32, bfloat16 or float16.")
+    check_dtype(dtype)
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed is {seed}; it must be from 0 to {2**32 - 1}.")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `ValueError` for a `--dtype` that is none."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype is {dtype!r}; choose auto, float32, bfloat16 or float16.")
 
 
 def decoding_options(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
@@ -118,4 +123,4 @@ def _encode_chat(tokenizer: Any, prompt: str, thinking: bool | None) -> Any:
         raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error
 
 
-__all__ = ["check_decoding", "check_template", "decoding_options", "encode", "load_models", "load_pair"]
+__all__ = ["check_decoding", "check_dtype", "check_template", "decoding_options", "encode", "load_models", "load_pair"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from .formats import find_file, read_json
@@ -90,6 +90,20 @@ def read_tensors(path: str | os.PathLike[str], kind: str, kwargs: dict[str, Any]
     return tensors
 
 
+def has_tensor(path: str | os.PathLike[str], name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint in safetensors has a tensor; `True` where that cannot be told, for loading to say more."""
+    found = _first_file(path, SAFETENSORS, kwargs)
+    if found is None:
+        return True
+    if found.endswith(".json"):
+        return name in read_json(found).get("weight_map", {})
+    try:
+        with safe_open(found, framework="pt") as file:
+            return name in file.keys()  # noqa: SIM118  (it is no mapping)
+    except SafetensorError:
+        return True
+
+
 def check_leftovers(unexpected: Sequence[str], path: str | os.PathLike[str], kind: str) -> None:
     """Raises `OSError` where a checkpoint has tensors that no part of the drafter took."""
     if unexpected:
@@ -109,4 +123,4 @@ def _first_file(path: str | os.PathLike[str], names: tuple[str, ...], kwargs: di
     return None
 
 
-__all__ = ["check_keys", "check_leftovers", "read_tensors", "refuse_pickle", "rope_parameters"]
+__all__ = ["check_keys", "check_leftovers", "has_tensor", "read_tensors", "refuse_pickle", "rope_parameters"]

@@ -4,6 +4,9 @@ Their `config.json` is the target's with a few keys added, so its `model_type` i
 `architectures` tells them apart. Tensors have the same names as here. Each checkpoint holds copies of the target's
 embeddings and LM head. DFlash drafters are the same class as DSpark ones, with `markov_rank` 0; EAGLE-3 drafters are
 one of their own.
+
+vLLM and SGLang read the same layout. They take the target's embeddings and LM head, so that checkpoints made for them
+may come without; vLLM also knows a reduced draft vocabulary (`draft_vocab_size`, `d2t`), for which it needs the head.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import Any
 
 from ..models import DRAFTER_CLASSES, Drafter, DrafterConfig, DSparkConfig, Eagle3Config
 from ..models.configuration_base import check_fields
-from .checkpoints import check_keys, check_leftovers, refuse_pickle, rope_parameters
+from .checkpoints import check_keys, check_leftovers, has_tensor, refuse_pickle, rope_parameters
+from .writing import check_layers, dtype_name, has_gemma4_layers, own_facts, pick, read_own_facts, rope_keys
 
 ARCHITECTURES: dict[str, type[DrafterConfig]] = {
     "Qwen3DSparkModel": DSparkConfig,
@@ -24,6 +28,9 @@ ARCHITECTURES: dict[str, type[DrafterConfig]] = {
 """DeepSpec's classes, and what they are here."""
 
 GEMMA4 = ("Gemma4DSparkModel", "Gemma4Eagle3Model")
+
+NUM_ANCHORS = 512
+"""DeepSpec's number of anchors in training, which its classes ask for even where nothing is trained."""
 
 REQUIRED_KEYS = (
     "vocab_size",
@@ -89,13 +96,79 @@ def config_from_deepspec(native: dict[str, Any]) -> DrafterConfig:
         fields.setdefault("confidence_head_with_markov", False)
     if architecture in GEMMA4:
         fields |= _gemma4_fields(native)
+    vocabulary = native.get("draft_vocab_size")
+    facts = {"target_model_type": native.get("target_model_type") or native.get("model_type")} | read_own_facts(native)
     return config_class(
-        **fields,
+        **(fields | facts),
+        draft_vocab_size=None if vocabulary == native["vocab_size"] else vocabulary,
         rope_parameters=rope_parameters(native, "DeepSpec"),
         dtype=native.get("dtype") or native.get("torch_dtype"),
-        target_model_type=native.get("target_model_type") or native.get("model_type"),
         share_target_embeddings=False,
     )
+
+
+def config_to_deepspec(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
+    """The `config.json` of a drafter as DeepSpec writes it.
+
+    Raises:
+        ValueError: if DeepSpec's classes would compute something else.
+    """
+    check_deepspec(config)
+    gemma4 = has_gemma4_layers(config)
+    names = {ours: theirs for theirs, ours in OWN_KEYS[type(config)].items()}
+    native: dict[str, Any] = pick(config, SAME_MEANING) | {names[name]: getattr(config, name) for name in names}
+    method = "DSpark" if isinstance(config, DSparkConfig) else "Eagle3"
+    native |= {
+        "architectures": [f"{'Gemma4' if gemma4 else 'Qwen3'}{method}Model"],
+        "model_type": "gemma4_text" if gemma4 else "qwen3",
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(config),
+    }
+    if isinstance(config, DSparkConfig):
+        native["num_anchors"] = NUM_ANCHORS
+        if config.markov_rank == 0:
+            native.pop("markov_head_type")
+        if not config.enable_confidence_head:
+            native.pop("confidence_head_with_markov")
+    else:
+        native["draft_num_hidden_layers"] = config.num_hidden_layers
+    return native | (_gemma4_keys(config) if gemma4 else rope_keys(config)) | own_facts(config)
+
+
+def check_deepspec(config: DSparkConfig | Eagle3Config) -> None:
+    """Raises `ValueError` for a drafter that no class of DeepSpec computes."""
+    if isinstance(config, DSparkConfig) and not config.sample_from_anchor:
+        raise ValueError(
+            "The drafter has `sample_from_anchor` = False, z-lab's convention, which DeepSpec's readers do not know. "
+            "A drafter without heads can be written as zlab."
+        )
+    if isinstance(config, Eagle3Config) and not config.head_norms:
+        raise ValueError(
+            "The drafter has `head_norms` = False, Llama's layers, which DeepSpec does not have. Write it as vllm, "
+            "sglang or speculators."
+        )
+    if not has_gemma4_layers(config):
+        check_layers(config, "DeepSpec's format", causal_sliding=False)
+
+
+def _gemma4_keys(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
+    """Keys of Gemma 4 layers, each of which has the head sizes of a full-attention layer of the target."""
+    return {
+        "hidden_activation": config.hidden_act,
+        "global_head_dim": config.head_dim,
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope_parameters": {
+            "full_attention": dict(config.rope_parameters),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "target_text_model_type": "gemma4_text",
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+    }
 
 
 def _gemma4_fields(native: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +203,7 @@ def load_deepspec(path: str | os.PathLike[str], native: dict[str, Any], **kwargs
     """
     config = config_from_deepspec(native)
     refuse_pickle(path, "DeepSpec", kwargs)
+    config.share_target_embeddings = not has_tensor(path, "embed_tokens.weight", kwargs)
     options = {**kwargs, "config": config, "use_safetensors": True, "output_loading_info": True}
     drafter, info = DRAFTER_CLASSES[config.model_type].from_pretrained(path, **options)
     check_leftovers(list(info["unexpected_keys"]), path, "DeepSpec")
@@ -137,4 +211,4 @@ def load_deepspec(path: str | os.PathLike[str], native: dict[str, Any], **kwargs
     return loaded
 
 
-__all__ = ["ARCHITECTURES", "config_from_deepspec", "load_deepspec"]
+__all__ = ["ARCHITECTURES", "check_deepspec", "config_from_deepspec", "config_to_deepspec", "load_deepspec"]

@@ -14,6 +14,7 @@ from typing import Any
 from ..models import DSparkConfig, DSparkDrafter
 from ..models.configuration_base import check_fields
 from .checkpoints import check_keys, check_leftovers, refuse_pickle, rope_parameters
+from .writing import check_layers, dtype_name, own_facts, pick, read_own_facts, rope_keys
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -83,7 +84,7 @@ def config_from_dflash(native: dict[str, Any]) -> DSparkConfig:
     if not fields.get("final_logit_softcapping"):
         fields.pop("final_logit_softcapping", None)  # 0 is none there
     return DSparkConfig(
-        **fields,
+        **(fields | read_own_facts(native)),
         rope_parameters=rope_parameters(values, "DFlash"),
         dtype=values.get("dtype") or values.get("torch_dtype"),
         embedding_scale=float(values.get("input_embedding_scale") or 1.0),
@@ -91,6 +92,49 @@ def config_from_dflash(native: dict[str, Any]) -> DSparkConfig:
         markov_rank=0,
         enable_confidence_head=False,
     )
+
+
+def config_to_dflash(config: DSparkConfig) -> dict[str, Any]:
+    """The `config.json` of a drafter without heads as z-lab writes it.
+
+    Raises:
+        ValueError: if z-lab's class would compute something else.
+    """
+    if config.markov_rank or config.enable_confidence_head:
+        raise ValueError(
+            f"The drafter has heads (`markov_rank` = {config.markov_rank}, `enable_confidence_head` = "
+            f"{config.enable_confidence_head}), which z-lab's format does not have. Write it as deepspec, vllm, "
+            "sglang or speculators."
+        )
+    if config.sample_from_anchor:
+        raise ValueError(
+            "The drafter has `sample_from_anchor` = True, DeepSpec's convention, and z-lab's readers leave out what "
+            "the anchor's slot predicts. Write it as deepspec or speculators."
+        )
+    if config.draft_vocab_size is not None:
+        raise ValueError(
+            f"The drafter has `draft_vocab_size` = {config.draft_vocab_size}, and z-lab's readers use the target's "
+            "whole LM head. Write it as speculators."
+        )
+    check_layers(config, "z-lab's format", spared=("embedding_scale", "final_logit_softcapping"))
+    inner = {"target_layer_ids": config.target_layer_ids, "mask_token_id": config.mask_token_id}
+    if config.final_logit_softcapping:
+        inner["final_logit_softcapping"] = config.final_logit_softcapping
+    if config.embedding_scale != 1.0:
+        inner["input_embedding_scale"] = config.embedding_scale
+    outer = tuple(name for name in SAME_MEANING if name not in (*inner, "final_logit_softcapping"))
+    return {
+        **pick(config, outer),
+        **rope_keys(config),
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "block_size": config.block_size + 1,
+        "dflash_config": inner,
+        "layer_types": config.layer_types,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(config),
+        **own_facts(config),
+    }
 
 
 def _refuse_variants(values: dict[str, Any]) -> None:
@@ -126,4 +170,4 @@ def load_dflash(path: str | os.PathLike[str], native: dict[str, Any], **kwargs: 
     return loaded
 
 
-__all__ = ["ARCHITECTURE", "config_from_dflash", "load_dflash"]
+__all__ = ["ARCHITECTURE", "config_from_dflash", "config_to_dflash", "load_dflash"]

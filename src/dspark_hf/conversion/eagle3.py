@@ -16,6 +16,7 @@ import torch
 from ..models import Eagle3Config, Eagle3Drafter
 from ..models.configuration_base import check_fields
 from .checkpoints import check_keys, check_leftovers, read_tensors, rope_parameters
+from .writing import check_layers, dtype_name, own_facts, pick, read_own_facts, rope_keys
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -38,6 +39,8 @@ SAME_MEANING = (
 OTHER_LAYERS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 """Switches of later variants that change what the layers compute."""
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
 LLAMA_THETA = 10000.0
 """Base of Llama's rotary embedding where a config has none."""
 
@@ -52,21 +55,59 @@ def config_from_eagle3(native: dict[str, Any]) -> Eagle3Config:
     check_keys(native, REQUIRED_KEYS, "EAGLE-3")
     _refuse_variants(native)
     fields = {key: native[key] for key in SAME_MEANING if native.get(key) is not None}
-    layers = (native.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    layers = (native.get("eagle_config") or {}).get(LAYERS)
     vocabulary = native.get("draft_vocab_size")
     fields["target_layer_ids"] = layers or None
     fields["draft_vocab_size"] = None if vocabulary == native["vocab_size"] else vocabulary
     check_fields(Eagle3Config, fields)
     fields.setdefault("num_key_value_heads", native["num_attention_heads"])
     fields.setdefault("head_dim", native["hidden_size"] // native["num_attention_heads"])
+    facts = {"target_model_type": native.get("target_model_type")} | read_own_facts(native, "block_size")
     return Eagle3Config(
-        **fields,
+        **(fields | facts),
         rope_parameters=rope_parameters(native, "EAGLE-3", LLAMA_THETA),
         dtype=native.get("dtype") or native.get("torch_dtype"),
-        target_model_type=native.get("target_model_type"),
         head_norms=False,
         share_target_head=False,
     )
+
+
+def config_to_eagle3(config: Eagle3Config) -> dict[str, Any]:
+    """The `config.json` of a drafter as SpecForge writes it.
+
+    vLLM reads the layers from a key outside of `eagle_config`, where it counts from the embedding output; SGLang reads
+    them inside. Both are written.
+
+    Raises:
+        ValueError: if a `LlamaForCausalLMEagle3` would compute something else.
+    """
+    if config.head_norms:
+        raise ValueError(
+            f"The drafter has `head_norms` = True, and a `{ARCHITECTURE}` has no norms on heads. Write it as deepspec "
+            "or speculators, or train one with `Eagle3Config(head_norms=False)`."
+        )
+    if config.num_hidden_layers != 1:
+        raise ValueError(
+            f"The drafter has `num_hidden_layers` = {config.num_hidden_layers}; a `{ARCHITECTURE}` has one."
+        )
+    if config.attention_bias:
+        raise ValueError(f"The drafter has `attention_bias` = True, of which readers of a `{ARCHITECTURE}` differ.")
+    check_layers(config, "EAGLE-3's format")
+    layers = config.target_layer_ids
+    return {
+        **pick(config, SAME_MEANING),
+        **rope_keys(config),
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config.predicted_vocab_size,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},
+        LAYERS: None if layers is None else [layer + 1 for layer in layers],
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(config),
+        **own_facts(config, "block_size"),
+    }
 
 
 def _refuse_variants(native: dict[str, Any]) -> None:
@@ -88,7 +129,8 @@ def _refuse_variants(native: dict[str, Any]) -> None:
         )
     if inner.get("use_aux_hidden_state") is False:
         raise ValueError("The EAGLE-3 config has `use_aux_hidden_state` = false, which is EAGLE-1 and not supported.")
-    if native.get("eagle_aux_hidden_state_layer_ids") is not None:
+    outside, inside = native.get(LAYERS), inner.get(LAYERS)
+    if outside is not None and outside != [layer + 1 for layer in inside or []]:
         raise ValueError(
             "The EAGLE-3 config has `eagle_aux_hidden_state_layer_ids` outside of `eagle_config`, where readers count "
             "layers differently. Move it into `eagle_config`, as numbers of the layers whose output is read."
@@ -115,6 +157,15 @@ def load_eagle3(path: str | os.PathLike[str], native: dict[str, Any], **kwargs: 
     return loaded
 
 
+def tensors_to_eagle3(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a drafter by the names of such a checkpoint; without embeddings, which are the target's."""
+    return {
+        name.replace("layers.0.", "midlayer.", 1): tensor
+        for name, tensor in tensors.items()
+        if name != "embed_tokens.weight"
+    }
+
+
 def translate_tensors(tensors: dict[str, torch.Tensor], config: Eagle3Config) -> dict[str, torch.Tensor]:
     """The tensors of such a checkpoint by our names.
 
@@ -138,4 +189,11 @@ def translate_tensors(tensors: dict[str, torch.Tensor], config: Eagle3Config) ->
     return ours
 
 
-__all__ = ["ARCHITECTURE", "config_from_eagle3", "load_eagle3", "translate_tensors"]
+__all__ = [
+    "ARCHITECTURE",
+    "config_from_eagle3",
+    "config_to_eagle3",
+    "load_eagle3",
+    "tensors_to_eagle3",
+    "translate_tensors",
+]

@@ -14,20 +14,22 @@ DSPARK = "dspark"
 DEEPSPEC = "deepspec"
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
+SPECFORGE = "specforge"
+SPECULATORS = "speculators"
 
 LOADED_FORMATS = {
     DSPARK: "this package",
     DEEPSPEC: "DeepSpec (`Qwen3DSparkModel`, `Gemma4DSparkModel`, `Qwen3Eagle3Model`, `Gemma4Eagle3Model`)",
     EAGLE3: "EAGLE-3 and SpecForge (`LlamaForCausalLMEagle3`)",
     DFLASH: "z-lab and SpecForge (`DFlashDraftModel`)",
+    SPECFORGE: "SpecForge (`DSparkDraftModel`)",
+    SPECULATORS: "speculators (`speculators_model_type`)",
 }
 """Formats that `AutoDrafter` loads, in words."""
 
 FOREIGN_FORMATS = {
     "other_eagle3": "an EAGLE-3 drafter of another architecture",
     "other_dflash": "a DFlash drafter of another architecture",
-    "specforge": "a SpecForge DSpark drafter (`DSparkDraftModel`)",
-    "speculators": "a drafter of the speculators library",
     "peft": "a PEFT adapter",
 }
 """Formats that are recognised but not loaded, in words."""
@@ -78,7 +80,7 @@ def detect_format(config: dict[str, Any]) -> str:
     if config.get("model_type") in DRAFTER_CLASSES:
         return DSPARK
     if "speculators_model_type" in config or "speculators_config" in config:
-        return "speculators"
+        return SPECULATORS
     if "LlamaForCausalLMEagle3" in architectures:
         return EAGLE3
     if any(name.endswith(("DSparkModel", "Eagle3Model")) for name in architectures):
@@ -86,7 +88,7 @@ def detect_format(config: dict[str, Any]) -> str:
     if any("eagle3" in name.lower() for name in architectures):
         return "other_eagle3"
     if "DSparkDraftModel" in architectures:
-        return "specforge"
+        return SPECFORGE
     if "DFlashDraftModel" in architectures:
         return DFLASH
     if "dflash_config" in config or any("dflash" in name.lower() for name in architectures):
@@ -125,6 +127,8 @@ __all__ = [
     "FOREIGN_FORMATS",
     "FULL_MODEL",
     "LOADED_FORMATS",
+    "SPECFORGE",
+    "SPECULATORS",
     "UNKNOWN",
     "detect_format",
     "find_file",

@@ -220,21 +220,34 @@ class Drafter(PreTrainedModel):
         """
         if not self.config.share_target_embeddings:
             return
-        copies_head = self.lm_head is None
-        if copies_head and getattr(self._shared_module(1), "bias", None) is not None:
+        state = self.target_weights()
+        device, dtype = self.device, self.dtype
+        self._make_own_embeddings()
+        for name, weight in state.items():
+            module: Any = getattr(self, name.removesuffix(".weight"))
+            module.to(device=device, dtype=dtype).load_state_dict({"weight": weight})
+            module.requires_grad_(False)
+        self.config.share_target_embeddings = False
+
+    def target_weights(self) -> dict[str, torch.Tensor]:
+        """What this drafter shares with its bound target, by the names that its own copies would have.
+
+        `embed_tokens.weight (vocab, d)`, and `lm_head.weight (draft_vocab, d)` where it has no head of its own.
+
+        Raises:
+            ValueError: as `copy_target_embeddings`.
+        """
+        weights = {"embed_tokens.weight": self._plain_weight(0)}
+        if self.lm_head is not None:
+            return weights
+        if getattr(self._shared_module(1), "bias", None) is not None:
             raise ValueError(
                 "The target's LM head has a bias, which a drafter's own LM head has not: leave the drafter bound to "
                 "its target instead of copying the target's embeddings."
             )
-        state = [self._plain_weight(index) for index in range(1 + copies_head)]
-        if copies_head and self.d2t is not None:
-            state[1] = state[1][self.draft_ids.to(state[1].device)]
-        device, dtype = self.device, self.dtype
-        self._make_own_embeddings()
-        for module, weight in zip((self.embed_tokens, self.lm_head), state, strict=False):
-            module.to(device=device, dtype=dtype).load_state_dict({"weight": weight})  # type: ignore[union-attr]
-            module.requires_grad_(False)  # type: ignore[union-attr]
-        self.config.share_target_embeddings = False
+        head = self._plain_weight(1)
+        weights["lm_head.weight"] = head if self.d2t is None else head[self.draft_ids.to(head.device)]
+        return weights
 
     def _plain_weight(self, index: int) -> torch.Tensor:
         """Weights of the target's embeddings or LM head, `(vocab, d)`; raises `ValueError` for quantised ones."""
