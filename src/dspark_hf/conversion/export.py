@@ -133,8 +133,11 @@ def _speculators(drafter: Any, config: Any, target: PreTrainedModel | None) -> E
     architectures = list((target.config.architectures if target is not None else None) or [])
     native = config_to_speculators(config, architectures)
     tensors = _without(drafter, EMBEDDINGS, HEAD)
-    if drafter.has_own_head or drafter.d2t is not None or isinstance(drafter, Eagle3Drafter):
-        tensors[HEAD] = _complete(drafter, "speculators' format")[HEAD]
+    recurrent = isinstance(drafter, Eagle3Drafter)
+    if drafter.has_own_head or drafter.d2t is not None or recurrent:
+        whole = _complete(drafter, "speculators' format")
+        # Its reader fills in what is missing from the target for block drafters alone.
+        tensors |= {name: whole[name] for name in ((EMBEDDINGS, HEAD) if recurrent else (HEAD,))}
     notes = _lost(config, "speculators")
     if not config.target_name_or_path:
         notes.append("the target has no name: set `verifier.name_or_path` in config.json before it is served")

@@ -2,9 +2,9 @@
 
 Their `config.json` has the layers as a Transformers config of their own, `transformer_layer_config`, and beside it the
 method and what it needs. Layers of the target are numbered from the embedding output, one higher than here. Tensors
-have the same names as here; embeddings are never among them, nor is the LM head of a DFlash or DSpark drafter over the
-whole vocabulary: both are the target's, which the reader is told of (`verifier`). With a reduced draft vocabulary the
-LM head has the target's rows for it. EAGLE-3 drafters have an LM head of their own.
+have the same names as here. DFlash and DSpark drafters have no embeddings, and over the whole vocabulary no LM head:
+both are the target's, which the reader is told of (`verifier`). With a reduced draft vocabulary the LM head has the
+target's rows for it. EAGLE-3 drafters have a copy of the target's embeddings, and an LM head of their own.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ def _verifier(native: dict[str, Any]) -> dict[str, Any]:
 def _block_fields(native: dict[str, Any], layers: dict[str, Any], method: str) -> dict[str, Any]:
     """Fields of DFlash and DSpark drafters."""
     check_keys(native, BLOCK_KEYS, "speculators")
+    width = native["block_size"]
+    if not isinstance(width, int):
+        raise TypeError(f"`block_size` is {width!r}; it must be a whole number.")
     if "sliding_attention" in (layers.get("layer_types") or ()):
         raise ValueError(
             "The speculators config has `sliding_attention` in `layer_types`, of which its readers differ. Only "
@@ -114,7 +117,7 @@ def _block_fields(native: dict[str, Any], layers: dict[str, Any], method: str) -
     if method == "dspark":
         heads = {name: native[name] for name in HEAD_KEYS if native.get(name) is not None}
     return heads | {
-        "block_size": native["block_size"] - (not from_anchor),
+        "block_size": width - (not from_anchor),
         "mask_token_id": native["mask_token_id"],
         "target_layer_ids": _numbers_from(native[BLOCK_LAYERS]),
         "sample_from_anchor": from_anchor,
