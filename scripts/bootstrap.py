@@ -2,7 +2,8 @@
 """Make (or refresh) the virtual environment that the Makefile uses.
 
 `.venv` gets the versions of constraints-ci.txt, `.venv-floor` (with --floor) those of constraints-floor.txt in their
-place where it names them. When nothing changed since the last run this returns at once.
+place where it names them. `.venv` also gets the packages of constraints-peers.txt, without their dependencies: tests
+load our exports with them. When nothing changed since the last run this returns at once.
 
 torch comes first and is then left alone: where no NVIDIA GPU is seen, the version in the constraints, otherwise the
 newest. DSPARK_TORCH says something else (DSPARK_TORCH="torch==2.12.0"), and pip's own variables say where from
@@ -38,20 +39,21 @@ def main():
 
     venv = os.path.join(ROOT, ".venv-floor" if args.floor else ".venv")
     files = ["constraints-ci.txt"] + (["constraints-floor.txt"] if args.floor else [])
+    peers = [] if args.floor else ["constraints-peers.txt"]
     wanted = {
         "python": dotted(sys.version_info),
         "root": ROOT,
-        "inputs": digest(["pyproject.toml", os.path.join("scripts", "bootstrap.py")] + files),
+        "inputs": digest(["pyproject.toml", os.path.join("scripts", "bootstrap.py")] + files + peers),
         "torch": os.environ.get("DSPARK_TORCH", ""),
     }
     if not args.force and is_current(venv, wanted):
         return
     with one_at_a_time():
         if args.force or not is_current(venv, wanted):
-            build(venv, wanted, read_constraints(files), afresh=args.force)
+            build(venv, wanted, read_constraints(files), peers, afresh=args.force)
 
 
-def build(venv, wanted, constraints, afresh):
+def build(venv, wanted, constraints, peers, afresh):
     """Install everything; the stamp says "building" until the last step is done."""
     started = time.monotonic()
     name = os.path.basename(venv)
@@ -84,6 +86,8 @@ def build(venv, wanted, constraints, afresh):
         file.writelines(line + "\n" for lines in constraints.values() for line in lines)
     say(f"{name}: everything else")
     pip_install(venv, ["-e", ROOT + "[dev]", "-c", path])
+    for name in peers:
+        pip_install(venv, ["--no-deps", "-r", os.path.join(ROOT, name)])
 
     write_stamp(venv, dict(wanted, state="ready"))
     say(f"{name}: ready after {time.monotonic() - started:.0f} s")

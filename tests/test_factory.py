@@ -376,10 +376,10 @@ def test_subfolder_is_honoured(tmp_path: Path) -> None:
         ),
         (
             {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}},
-            "SpecForge DSpark",
+            "The SpecForge config lacks",
         ),
-        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "speculators library"),
-        ({"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"}, "speculators library"),
+        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "The speculators config lacks"),
+        ({"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"}, "The speculators config lacks"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
             "qwen3 language model, not a drafter.*`get_drafter\\(target\\)`.*pass it to `generate` directly",

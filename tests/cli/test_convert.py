@@ -71,9 +71,7 @@ def test_dtype(folders: tuple[Path, Path], tmp_path: Path) -> None:
         (["{drafter}", "{out}", "--to", "deepspec", "--target", "{drafter}"], "--target"),
     ],
 )
-def test_mistakes_are_named(
-    arguments: list[str], message: str, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_mistakes_are_named(arguments: list[str], message: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
     places = {"target": folders[0], "drafter": folders[1], "out": tmp_path / "out"}
     code, output = convert(*(argument.format(**places) for argument in arguments))
     assert code != 0 and message in output, output

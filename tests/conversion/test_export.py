@@ -214,7 +214,12 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
         ("vllm", "qwen3", Eagle3Config(), "`head_norms` = True, and a `LlamaForCausalLMEagle3` has no norms"),
         ("deepspec", "qwen3", Eagle3Config(head_norms=False), "`head_norms` = False, Llama's layers"),
         ("deepspec", "qwen3", DSparkConfig(**ZLAB), "`sample_from_anchor` = False, z-lab's convention"),
-        ("deepspec", "gemma3", DSparkConfig(**SHAPE), "DeepSpec's format, whose readers build Qwen3's.*sandwich_norms"),
+        (
+            "deepspec",
+            "gemma3",
+            DSparkConfig(**SHAPE),
+            "DeepSpec's format, whose readers build Qwen3's.*sandwich_norms",
+        ),
         ("speculators", "gemma4", DSparkConfig(**SHAPE), "speculators' format, .*`use_value_norm` = True"),
         ("zlab", "qwen3", DSparkConfig(**SHAPE), "The drafter has heads \\(`markov_rank` = 8"),
         ("zlab", "qwen3", DSparkConfig(**(ZLAB | {"sample_from_anchor": True})), "DeepSpec's convention"),
@@ -231,9 +236,7 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
         ("vllm", "qwen3", Eagle3Config(num_hidden_layers=2, head_norms=False), "`num_hidden_layers` = 2; a `Llama"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(
-    to: str, family: str, config: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_a_format_cannot_hold_is_refused(to: str, family: str, config: Any, message: str, tmp_path: Path) -> None:
     target, drafter = make(config, family)
     with pytest.raises(ValueError, match=message):
         export_drafter(drafter, tmp_path / "out", to, target)

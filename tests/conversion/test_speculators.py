@@ -14,7 +14,7 @@ from dspark_hf import AutoDrafter, DSparkConfig, Eagle3Config
 from dspark_hf._compat import captured_states
 from dspark_hf.conversion import config_from_speculators, export_drafter
 
-from ..tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_prompt, tiny_target
+from ..tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_prompt
 from .test_export import DRAFT_TOKENS, SHAPE, ZLAB, make
 
 LAYER: dict[str, Any] = {
@@ -71,12 +71,16 @@ def test_config() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"transformer_layer_config": None}, "lacks \\['transformer_layer_config'\\]"),
         ({"speculators_model_type": "peagle"}, "`speculators_model_type` = 'peagle'; supported are"),
         ({"layer": {"vocab_size": None}}, "lacks \\['vocab_size'\\]"),
         ({"mask_token_id": None}, "lacks \\['mask_token_id'\\]"),
         ({"target_hidden_size": 32}, "64 wide and its target 32"),
         ({"layer": {"layer_types": ["full_attention", "sliding_attention"]}}, "`sliding_attention`"),
-        ({"speculators_model_type": "eagle3", "layer": {"num_hidden_layers": 1}, "norm_output": True}, "`norm_output`"),
+        (
+            {"speculators_model_type": "eagle3", "layer": {"num_hidden_layers": 1}, "norm_output": True},
+            "`norm_output`",
+        ),
         ({"speculators_model_type": "eagle3"}, "has 2 layers of type 'qwen3'; supported is one layer"),
         ({"speculators_model_type": "eagle3", "layer": {"model_type": "gpt_oss"}}, "of type 'gpt_oss'"),
         ({"aux_hidden_state_layer_ids": [3, 1]}, "strictly rising order"),

@@ -11,7 +11,8 @@ import os
 from typing import Any, cast
 
 from ..models import Drafter, DSparkConfig
-from .deepspec import config_from_deepspec, load_deepspec
+from .checkpoints import check_keys
+from .deepspec import REQUIRED_KEYS, config_from_deepspec, load_deepspec
 
 ARCHITECTURE = "DSparkDraftModel"
 
@@ -63,6 +64,7 @@ def as_deepspec(native: dict[str, Any]) -> dict[str, Any]:
             "The SpecForge config has `sliding_attention` in `layer_types`, which is causal inside a block there. "
             "Only drafters of `full_attention` are supported."
         )
+    check_keys(values, (*REQUIRED_KEYS, "block_size", "mask_token_id"), "SpecForge")
     # An older name; SpecForge has the head where nothing is said.
     confidence = values.get("enable_confidence_head", values.get("use_confidence_head", True))
     markov = bool(values.get("markov_rank", 0))

@@ -67,7 +67,8 @@ def config_from_speculators(native: dict[str, Any]) -> DSparkConfig | Eagle3Conf
             f"The speculators config has `speculators_model_type` = {method!r}; supported are 'dspark', 'dflash' and "
             "'eagle3'."
         )
-    layers = native.get("transformer_layer_config")
+    check_keys(native, ("transformer_layer_config",), "speculators")
+    layers = native["transformer_layer_config"]
     if not isinstance(layers, dict):
         raise TypeError(f"`transformer_layer_config` is {layers!r}; it must be a mapping of names to values.")
     check_keys(layers, LAYER_KEYS[:5], "speculators")
