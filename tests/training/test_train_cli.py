@@ -17,7 +17,7 @@ from dspark_hf import AutoDrafter, DSparkDrafter, DSparkTrainingArguments
 from dspark_hf.cli.options import Method
 from dspark_hf.cli.train import FLAGS, OPTIONS, PASSES_ON, train
 from dspark_hf.data.text import ROW_KINDS
-from dspark_hf.embedded import DRAFTER
+from dspark_hf.embedded import DRAFTER, TARGET
 from dspark_hf.training.recipe import METHODS, DataArguments, DrafterArguments, RecipeParser
 
 app = typer.Typer()
@@ -232,6 +232,19 @@ def test_drafter_of_another_target_is_named(
     assert code == 1
     assert f"--warm-start is {str(DRAFTER)!r}, whose drafter does not fit the target" in " ".join(text.split())
     assert "--target-layers" not in text
+
+
+def test_shape_of_a_warm_start_stays_and_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"input_ids": list(range(3, 40))}) + "\n")
+    where = ("--target", TARGET, "--data", data, "--output", tmp_path / "out", "--max-steps", 1, "--num-anchors", 2)
+    code, text = run(*where, "--warm-start", DRAFTER, "--markov-rank", 7, "--drafter-layers", 2)
+    assert code == 0, text
+    config = AutoDrafter.from_pretrained(tmp_path / "out").config
+    rank, layers = config.markov_rank, config.num_hidden_layers
+    assert rank != 7 and layers == 2
+    assert f"! --markov-rank is 7; the drafter to go on from has {rank}, which stays." in text
+    assert "--drafter-layers" not in text
 
 
 def test_parser_of_the_example_script(tmp_path: Path) -> None:

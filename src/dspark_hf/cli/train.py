@@ -15,7 +15,7 @@ from .options import MaxLength, Method, SplitLong, TargetLayers, Thinking, check
 
 if TYPE_CHECKING:
     from ..models import Drafter
-    from ..training.recipe import Arguments, RecipeParser
+    from ..training.recipe import Arguments, DrafterArguments, RecipeParser
 
 FLAGS = {
     "block_size": "--block-size",
@@ -218,6 +218,8 @@ def _train(arguments: Arguments) -> None:
     )
     if trained is not None:
         _check_fit(trained, target, checkpoint, drafter_args.warm_start)
+        if training_args.should_log:
+            _say_what_stays(drafter_args, trained)
     set_seed(training_args.seed)
     train_drafter(
         target,
@@ -251,6 +253,14 @@ def _check_fit(drafter: Drafter, target: Any, checkpoint: str | None, warm_start
         option, value = ("--resume", checkpoint) if checkpoint else ("--warm-start", warm_start)
         message = re.sub("`([a-z_]+)`", r"\1", str(error))  # they are no options of this command
         raise ValueError(f"{option} is {value!r}, whose drafter does not fit the target. {message}") from error
+
+
+def _say_what_stays(asked: DrafterArguments, drafter: Drafter) -> None:
+    """Names each option for the drafter's shape that the one to go on from does not follow."""
+    for name in type(drafter.config).drafter_fields():
+        value, has = getattr(asked, name, None), getattr(drafter.config, name)
+        if value not in (None, has):
+            typer.echo(f"! {FLAGS.get(name, name)} is {value!r}; the drafter to go on from has {has!r}, which stays.")
 
 
 def _new_drafter(target: Any, tokenizer: Any, arguments: Arguments) -> Drafter:
