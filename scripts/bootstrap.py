@@ -86,8 +86,8 @@ def build(venv, wanted, constraints, peers, afresh):
         file.writelines(line + "\n" for lines in constraints.values() for line in lines)
     say(f"{name}: everything else")
     pip_install(venv, ["-e", ROOT + "[dev]", "-c", path])
-    for name in peers:
-        pip_install(venv, ["--no-deps", "-r", os.path.join(ROOT, name)])
+    for peer in peers:
+        pip_install(venv, ["--no-deps", "-r", os.path.join(ROOT, peer)])
 
     write_stamp(venv, dict(wanted, state="ready"))
     say(f"{name}: ready after {time.monotonic() - started:.0f} s")
