@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dspark_hf import DSparkConfig, Eagle3Config, MTPConfig
@@ -11,6 +11,7 @@ from dspark_hf.models.configuration_base import DrafterConfig
 BLOCK = 7
 DRAFT_LENGTHS = (3, 7, 11, 15)
 LAYERS = (1, 2, 5)
+LONG = 3
 
 SHAPE = {"intermediate_size": 704}
 """As wide as the embedded drafter's."""
@@ -27,11 +28,13 @@ class Entry:
         kind: drafters of one kind read the same states of the target.
         config: what `get_drafter` builds.
         loss: arguments of training that are the method's own.
+        passes: how often it is trained with the steps that the others have once.
     """
 
     kind: str
     config: DrafterConfig
     loss: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1
 
 
 def dflash(layers: int, block: int = BLOCK, loss: dict[str, Any] | None = None) -> Entry:
@@ -58,6 +61,9 @@ def comparison() -> dict[str, Entry]:
         "mtp-1": Entry("mtp", MTPConfig(block_size=1, **SHAPE)),
         # Tells what the loss does from what the head does.
         "dflash-2-tv": dflash(2, loss={}),
+        # A step of EAGLE-3 takes about three times as long: these have its time, the others its rows.
+        "dflash-2-long": replace(dflash(2), passes=LONG),
+        "markov-2-long": replace(dspark("vanilla", 2), passes=LONG),
     }
 
 

@@ -88,9 +88,9 @@ class StudyArguments:
     smoke: bool = field(default=False, metadata={"help": "Run all stages in minutes, to see that they work."})
     batches: int = field(default=40, metadata={"help": "Batches of 64 rows that the target writes."})
     row_tokens: int = field(default=288, metadata={"help": "Tokens of a row, of which the first few are a prompt."})
-    steps: int = field(default=256, metadata={"help": "Training steps of each drafter."})
+    steps: int = field(default=320, metadata={"help": "Training steps of a drafter, which read each row once."})
     batch_size: int = field(default=8, metadata={"help": "Rows in a step."})
-    num_anchors: int = field(default=96, metadata={"help": "Blocks drafted in each row, by drafters of blocks."})
+    num_anchors: int = field(default=64, metadata={"help": "Blocks drafted in each row, by drafters of blocks."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
     questions: int = field(default=12, metadata={"help": "Held-out prompts of each of the three kinds."})
     new_tokens: int = field(default=128, metadata={"help": "Tokens of an answer."})
@@ -199,7 +199,7 @@ class Study:
             num_anchors=args.num_anchors,
             learning_rate=args.learning_rate,
             max_length=args.row_tokens,
-            max_steps=args.steps,
+            max_steps=args.steps * entry.passes,
             save_steps=max(1, args.steps // 4),
             save_total_limit=1,
             logging_steps=max(1, args.steps // 20),
