@@ -17,8 +17,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 TIERS = (
     {"_compat"},
     {"models"},
-    {"generation", "data", "training", "evaluation", "conversion", "embedded"},
-    {"hub", "factory"},
+    {"generation", "data", "training", "evaluation", "conversion", "embedded", "hub"},
+    {"factory"},
     {"cli"},
 )
 TIER_OF = {part: number for number, tier in enumerate(TIERS) for part in tier}
@@ -208,7 +208,7 @@ def plant(root: Path, files: dict[str, str]) -> list[str]:
         ("training/a.py", "from .. import generation", "neither may import the other"),
         ("training/sub/a.py", "from ...generation import b", "neither may import the other"),
         ("training/a.py", "from importlib import import_module\nimport_module('dspark_hf.generation')", "a.py:2:"),
-        ("evaluation/a.py", "import dspark_hf.hub.card", "which stands above it"),
+        ("evaluation/a.py", "import dspark_hf.factory", "which stands above it"),
         ("factory.py", "from .cli import main", "which stands above it"),
         ("hub/a.py", "from dspark_hf import get_drafter", "imports the top of dspark_hf"),
         ("conversion/a.py", "import dspark_hf", "imports the top of dspark_hf"),
@@ -257,7 +257,7 @@ def f(transformers):
         "generation/a.py": "from .._compat import check\nfrom ..models import B\nfrom .b import c",
         "training/a.py": "from ..data.prompts import p\nfrom .. import __version__",
         "evaluation/a.py": "from ..generation import a\nfrom ..models.b import B",
-        "hub/a.py": "from ..conversion import x\nfrom ..evaluation.a import y\nfrom ..factory import z",
+        "hub/a.py": "from ..conversion import x\nfrom ..evaluation.a import y",
         "factory.py": "from .models import a",
         "cli/__init__.py": "from dspark_hf import __version__, get_drafter\nfrom ..hub import a\nimport dspark_hf",
     }

@@ -46,6 +46,13 @@ for _model_type, _drafter_class in DRAFTER_CLASSES.items():
     AutoModel.register(_drafter_class.config_class, _drafter_class, exist_ok=True)
 install()
 
+
+def _push(drafter: Drafter, repo_id: str, **options: Any) -> Any:
+    return import_module(".hub", __name__).push_drafter(drafter, repo_id, **options)
+
+
+Drafter.pusher = _push
+
 # Imported when first used: they bring `Trainer` and `datasets`, which generation does not need.
 _LAZY = dict.fromkeys(("DSparkTrainer", "DSparkTrainingArguments", "train_drafter"), "training")
 

@@ -15,12 +15,13 @@ from .generate import generate
 from .plan import plan
 from .prepare import prepare
 from .profile import profile
+from .push import push
 from .train import PASSES_ON, train
 
 app = typer.Typer(
     name="dspark",
     help="DSpark speculative decoding for Transformers: generate with drafters, prepare data, plan, train, "
-    "calibrate, profile, compare and convert them.",
+    "calibrate, profile, compare, convert and push them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -33,6 +34,7 @@ app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("prepare")(prepare)
 app.command("profile")(profile)
+app.command("push")(push)
 app.command("train", context_settings=PASSES_ON)(train)
 
 

@@ -63,7 +63,8 @@ def calibrate(
 
     Text is generated from the prompts of one part, and one temperature per drafted position is fitted to what its
     confidences said and what survived (Sequential Temperature Scaling). The other part judges the result. Written to
-    --output are the drafter with its temperatures, calibration.json and, with matplotlib, reliability.png.
+    --output are the drafter with its temperatures, calibration.json, its model card and, with matplotlib,
+    reliability.png.
     """
     import torch
     from rich.console import Console
@@ -71,6 +72,7 @@ def calibrate(
 
     from ..evaluation import calibration
     from ..evaluation.plots import can_plot, plot_reliability
+    from ..hub import write_card
 
     with user_errors(max_new_tokens="--max-new-tokens"):
         check_decoding(max_new_tokens, temperature, top_k, top_p, dtype, seed)
@@ -121,6 +123,7 @@ def calibrate(
         _write_json(Path(output) / REPORT_FILE, summary)
         if can_plot():
             plot_reliability(parts[1], temperatures, Path(output) / FIGURE_FILE, bins)
+        write_card(output)
     console = Console()
     console.print(_token_table(before, after, temperatures))
     console.print(_prefix_table(before, after))

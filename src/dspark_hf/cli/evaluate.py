@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from .errors import user_errors
 from .options import Device, Thinking
-from .pair import check_decoding, check_template, load_models
+from .pair import check_card_folders, check_decoding, check_template, load_models
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,6 +102,9 @@ def evaluate(
     confidence: Annotated[
         bool, typer.Option(help="Whether to judge confidences, too, in further runs that are not timed.")
     ] = True,
+    card: Annotated[
+        bool, typer.Option("--card", help="Put each drafter's figures into its folder and its model card.")
+    ] = False,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16` or `float16`.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
@@ -136,6 +139,8 @@ def evaluate(
             seed=seed,
         )
         labels = name_drafters(drafter)
+        if card:
+            check_card_folders(drafter)
         chosen = load_tasks(_parts(tasks), prompts, limit, turns)
         model, tokenizer, helpers = load_models(target, drafter, device, dtype)
         check_template(tokenizer, chat, thinking)
@@ -143,6 +148,8 @@ def evaluate(
             evaluate_drafters, model, dict(zip(labels, helpers, strict=True)), tokenizer, chosen, output, settings
         )
         figures = plot_evaluation(report, output) if can_plot() else []
+        if card:
+            _fill_cards(report, dict(zip(labels, drafter, strict=True)))
     for table in figures_tables(report):
         console.print(table)
     if report["confidence"]:
@@ -185,6 +192,14 @@ def name_drafters(paths: Sequence[str]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
+
+
+def _fill_cards(report: Mapping[str, Any], folders: Mapping[str, str]) -> None:
+    from ..hub import keep_evaluation, write_card
+
+    for name, folder in folders.items():
+        keep_evaluation(folder, report, name)
+        write_card(folder)
 
 
 def _with_progress(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

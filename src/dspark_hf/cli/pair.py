@@ -86,6 +86,22 @@ def _load_target(name: str, device: str, dtype: str) -> tuple[Any, Any]:
     return model.to(device).eval(), load_tokenizer(name)
 
 
+def check_card_folders(drafters: Sequence[str]) -> None:
+    """Raises `ValueError` where `--card` has no folder to put figures into; asked before a long run."""
+    import os
+
+    from ..conversion.formats import DSPARK, detect_format, find_file, read_json
+
+    for name in drafters:
+        if not os.path.isdir(name):
+            raise ValueError(f"--card is for drafters in local folders, and --drafter {name!r} is none.")
+        if detect_format(read_json(find_file(name, "config.json", {}))) != DSPARK:
+            raise ValueError(
+                f"--card is for drafters in this package's format, and --drafter {name!r} is in another; convert it "
+                "with `dspark convert --to dspark`."
+            )
+
+
 def check_template(tokenizer: Any, chat: bool | None, thinking: bool | None) -> None:
     """Raises `ValueError` for a flag that needs a chat template where none is used."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
@@ -123,4 +139,13 @@ def _encode_chat(tokenizer: Any, prompt: str, thinking: bool | None) -> Any:
         raise ValueError(f"The target's chat template fails on PROMPT ({error}); use --no-chat.") from error
 
 
-__all__ = ["check_decoding", "check_dtype", "check_template", "decoding_options", "encode", "load_models", "load_pair"]
+__all__ = [
+    "check_card_folders",
+    "check_decoding",
+    "check_dtype",
+    "check_template",
+    "decoding_options",
+    "encode",
+    "load_models",
+    "load_pair",
+]

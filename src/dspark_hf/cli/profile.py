@@ -9,7 +9,7 @@ import typer
 
 from .errors import user_errors
 from .options import Device
-from .pair import check_decoding, load_pair
+from .pair import check_card_folders, check_decoding, load_pair
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +38,9 @@ def profile(
         str | None, typer.Option(help="File to save to, in place of the cache in which `generate` looks.")
     ] = None,
     figure: Annotated[str | None, typer.Option(help="File for a figure; needs matplotlib.")] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Put the times into the drafter's folder and its model card, too.")
+    ] = False,
 ) -> None:
     """Measure how long verifications take on this machine and, with --drafter, what drafts cost.
 
@@ -47,12 +50,17 @@ def profile(
     from rich.console import Console
 
     from ..generation.capacity import check_measurement, measure_capacity, save_profile
+    from ..hub.card import EVIDENCE, write_card
 
     contexts = context or [128]
     with user_errors(max_rows="--max-rows", lengths="--lengths", contexts="--context", repeats="--repeats"):
         check_decoding(max_new_tokens=1, temperature=0, top_k=0, top_p=1, dtype=dtype, seed=0, repeats=repeats)
         check_measurement(max_rows=max_rows, lengths=lengths, contexts=contexts, repeats=repeats, warmup=0)
         _check_files(output, figure)
+        if card:
+            if drafter is None:
+                raise ValueError("--card needs --drafter, into whose folder the times go.")
+            check_card_folders([drafter])
         model, _, helper = load_pair(target, drafter, device, dtype)
         measured = _with_progress(
             measure_capacity, model, helper, max_rows=max_rows, lengths=lengths, contexts=contexts, repeats=repeats
@@ -62,6 +70,9 @@ def profile(
         else:
             place = Path(output)
             measured.save(place)
+        if card and drafter is not None:
+            measured.save(Path(drafter) / EVIDENCE["capacity"])
+            write_card(drafter)
         if figure is not None:
             from ..evaluation.plots import plot_capacity
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from ..models.drafter_base import check_shard_names
 from .formats import find_file, read_json
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -77,6 +78,7 @@ def read_tensors(path: str | os.PathLike[str], kind: str, kwargs: dict[str, Any]
     files = [found]
     if found.endswith(".json"):
         names = read_json(found).get("weight_map", {}).values()
+        check_shard_names(names, path)
         files = [find_file(path, name, kwargs) for name in sorted(set(names))]
     tensors: dict[str, torch.Tensor] = {}
     for file in files:

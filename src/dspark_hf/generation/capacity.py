@@ -51,6 +51,7 @@ _NO_PROCESSORS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_pena
 # Fields of a config that say nothing about the work of a forward pass, or that an identity holds by themselves.
 _NO_WORK = {
     "architectures",
+    "auto_map",
     "confidence_temperatures",
     "dtype",
     "enable_thinking",

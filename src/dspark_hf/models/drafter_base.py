@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import align_module_device
@@ -49,6 +51,8 @@ class Drafter(PreTrainedModel):
     d2t: torch.Tensor | None
     t2d: torch.Tensor | None
     is_recurrent = False
+    pusher: ClassVar[Callable[..., Any] | None] = None
+    """Pushes whole repositories; whoever imports `dspark_hf` has one, a file beside a checkpoint has none."""
 
     def __init__(self, config: DrafterConfig) -> None:
         missing = config.missing_fields()
@@ -70,6 +74,16 @@ class Drafter(PreTrainedModel):
         self.register_buffer("t2d", None if size is None else torch.arange(config.vocab_size) < size)
         if not config.share_target_embeddings:
             self._make_own_embeddings()
+
+    def __getattr__(self, name: str) -> Any:
+        # The first thing that Transformers asks of an assistant where nobody has told it of drafters.
+        if name == "generation_config":
+            raise AttributeError(
+                "A drafter has no `generation_config` and cannot draft by itself. `import dspark_hf` makes "
+                "`generate(assistant_model=drafter)` work; without that package call "
+                "`generate(custom_generate=REPOSITORY_OF_THE_DRAFTER, trust_remote_code=True)`."
+            )
+        return super().__getattr__(name)
 
     # --- embeddings and LM head ------------------------------------------------------------------------------
 
@@ -262,6 +276,14 @@ class Drafter(PreTrainedModel):
             )
         return weight
 
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Pushes config, weights, model card and code to the Hub; see `dspark_hf.hub.push_drafter` for `options`.
+
+        Where only the code beside a checkpoint is there, this is `PreTrainedModel.push_to_hub`.
+        """
+        pusher = type(self).pusher
+        return super().push_to_hub(repo_id, **options) if pusher is None else pusher(self, repo_id, **options)
+
     # --- use while generating --------------------------------------------------------------------------------
 
     def make_cache(self) -> Cache:
@@ -314,8 +336,8 @@ class Drafter(PreTrainedModel):
         """Loads a drafter as `PreTrainedModel.from_pretrained` does, but refuses an incomplete checkpoint.
 
         Raises:
-            OSError: if weights are missing, of another shape, or unreadable, or the tables of a draft vocabulary
-                contradict each other. A drafter with fresh random weights would still give the target's text, only
+            OSError: if weights are missing, of another shape, or unreadable, or pickled, or outside the checkpoint, or
+                the tables of a draft vocabulary contradict each other. A drafter with fresh random weights would still give the target's text, only
                 slower, and nobody would notice.
             TypeError: if a field of the config has a value of another type.
             ValueError: if the config is that of another model, or describes no drafter.
@@ -325,6 +347,8 @@ class Drafter(PreTrainedModel):
         name = pretrained_model_name_or_path or getattr(kwargs.get("config"), "name_or_path", None)
         # Tensors of another shape are reported below by name, which Transformers' own error does not do.
         kwargs["ignore_mismatched_sizes"] = True
+        kwargs["use_safetensors"] = True  # pickled weights can run code
+        _check_index(pretrained_model_name_or_path, kwargs)
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -347,6 +371,34 @@ class Drafter(PreTrainedModel):
         return (model, info) if wants_info else model
 
 
+def _check_index(path: str | os.PathLike[str] | None, options: dict[str, Any]) -> None:
+    """Checks where a local checkpoint says that its weights are; of the Hub's the client does."""
+    if path is None or not os.path.isdir(path):
+        return
+    folder = os.path.join(path, options.get("subfolder") or "")
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if name.endswith(".safetensors.index.json"):
+            try:
+                with open(os.path.join(folder, name), encoding="utf-8") as file:
+                    shards = json.load(file)["weight_map"].values()
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise OSError(f"{os.path.join(folder, name)} is no index of weights ({error!r}).") from error
+            check_shard_names(shards, path)
+
+
+def check_shard_names(names: Iterable[Any], path: str | os.PathLike[str]) -> None:
+    """Raises `OSError` where the index of the checkpoint `path` names files elsewhere."""
+    for name in names:
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+            raise OSError(
+                f"The drafter {path!s} says that weights are in {name!r}, which is no name of a file beside its "
+                "config.json. Do not trust this checkpoint."
+            )
+
+
+_SHARD_NAME = re.compile(r"[\w-][\w.-]*")
+
+
 def head_logits(head: Any, hidden: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Logits of an LM head, soft-capped by `cap` if there is one, on the device of `hidden`."""
     weight: Any = getattr(head, "weight", hidden)
@@ -367,4 +419,4 @@ def _name(target: PreTrainedModel) -> str:
     return repr(target.config.name_or_path or type(target).__name__)
 
 
-__all__ = ["Drafter", "head_logits", "without_adapters"]
+__all__ = ["Drafter", "check_shard_names", "head_logits", "without_adapters"]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from ..conversion.formats import DSPARK, detect_format, find_file, read_json
 from ..conversion.loading import check_location, load_language_model, load_tokenizer
 from ..data import DataReport, frequent_tokens, generation_prompt, prepare_dataset
+from ..hub.card import write_card
 from ..models import DRAFTER_CLASSES, Drafter, DSparkConfig, DSparkDrafter, without_adapters
 from .arguments import DSparkTrainingArguments
 from .losses import world_size
@@ -222,7 +223,7 @@ def train_drafter(
     num_proc: int | None = None,
     callbacks: list[TrainerCallback] | None = None,
 ) -> Drafter:
-    """Trains `drafter` for `target` and saves it, with the tokenizer and a summary, in `training_args.output_dir`.
+    """Trains `drafter` for `target` and saves it, with the tokenizer, a summary and a card, in `training_args.output_dir`.
 
     Drafters of all kinds are trained, each with the loss of its method (see `DSparkTrainer`). Weights are trained and
     saved in float32; with `training_args.bf16` the arithmetic is bfloat16. With `training_args.states_cache` the
@@ -302,6 +303,8 @@ def train_drafter(
     trainer.save_state()
     if trainer.is_world_process_zero():
         _write_summary(trainer, report, metrics)
+        if isinstance(model, Drafter):  # an adapter has no card of a drafter
+            write_card(training_args.output_dir)
     return model.eval()
 
 
