@@ -17,8 +17,8 @@ def push(
     card: Annotated[
         str | None,
         typer.Option(
-            help="YAML file with what the model card cannot know: base_model, license, language, datasets, tags, title, "
-            "training_data, limits, authors, citation."
+            help="YAML file with what the model card cannot know: base_model, license, language, datasets, tags, "
+            "title, training_data, limits, authors, citation."
         ),
     ] = None,
     private: Annotated[

@@ -170,20 +170,19 @@ def _card(
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys(["dspark-hf", "speculative-decoding", config["model_type"], *recipe.tags])),
     )
-    return ModelCard.from_template(
-        data,
-        template_path=str(TEMPLATE),
-        mark=MARK,
-        kind=_kind(config),
-        config={**_defaults(config), **config},
-        has_target=base_model is not None,
-        target=base_model or "TARGET",
-        repo_id=repo_id or "OWNER/NAME",
-        recipe=recipe,
-        has_diagram=has_diagram,
-        rows=_rows(evidence.get("evaluation")),
+    values: dict[str, Any] = {
+        "mark": MARK,
+        "kind": _kind(config),
+        "config": {**_defaults(config), **config},
+        "has_target": base_model is not None,
+        "target": base_model or "TARGET",
+        "repo_id": repo_id or "OWNER/NAME",
+        "recipe": recipe,
+        "has_diagram": has_diagram,
+        "rows": _rows(evidence.get("evaluation")),
         **{part: evidence.get(part) for part in EVIDENCE},
-    )
+    }
+    return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
 
 
 def _kind(config: dict[str, Any]) -> str:

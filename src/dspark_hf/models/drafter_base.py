@@ -336,9 +336,9 @@ class Drafter(PreTrainedModel):
         """Loads a drafter as `PreTrainedModel.from_pretrained` does, but refuses an incomplete checkpoint.
 
         Raises:
-            OSError: if weights are missing, of another shape, or unreadable, or pickled, or outside the checkpoint, or
-                the tables of a draft vocabulary contradict each other. A drafter with fresh random weights would still give the target's text, only
-                slower, and nobody would notice.
+            OSError: if weights are missing, of another shape, unreadable, pickled or outside the checkpoint, or the
+                tables of a draft vocabulary contradict each other. A drafter with fresh random weights would still
+                give the target's text, only slower, and nobody would notice.
             TypeError: if a field of the config has a value of another type.
             ValueError: if the config is that of another model, or describes no drafter.
         """

@@ -223,7 +223,7 @@ def train_drafter(
     num_proc: int | None = None,
     callbacks: list[TrainerCallback] | None = None,
 ) -> Drafter:
-    """Trains `drafter` for `target` and saves it, with the tokenizer, a summary and a card, in `training_args.output_dir`.
+    """Trains `drafter` for `target`; saves it, with tokenizer, summary and card, in `training_args.output_dir`.
 
     Drafters of all kinds are trained, each with the loss of its method (see `DSparkTrainer`). Weights are trained and
     saved in float32; with `training_args.bf16` the arithmetic is bfloat16. With `training_args.states_cache` the
