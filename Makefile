@@ -8,7 +8,7 @@ FLOOR := .venv-floor
 # pytest ends with 5 when nothing was selected: fine for the second, serial pass.
 TIMING = -m timing $(PYTEST_ARGS) || test $$? -eq 5
 
-.PHONY: help bootstrap bootstrap-floor demo test test-floor lint format clean
+.PHONY: help bootstrap bootstrap-floor demo test test-floor lint format docs notebooks clean
 
 help:
 	@echo "make demo        set up $(VENV) and run the demonstration"
@@ -16,6 +16,8 @@ help:
 	@echo "make test-floor  the same with the oldest supported Transformers, less the slow tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff rewrite the files"
+	@echo "make docs        render the docstrings to build/docs"
+	@echo "make notebooks   run the notebooks and keep what they print"
 	@echo "make clean       remove the environments and every cache"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.10 to 3.13)"
 
@@ -45,6 +47,12 @@ lint: bootstrap
 format: bootstrap
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: bootstrap
+	$(VENV)/bin/python scripts/build_docs.py build/docs
+
+notebooks: bootstrap
+	$(VENV)/bin/python scripts/run_notebooks.py
 
 clean:
 	rm -rf $(VENV) $(FLOOR) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

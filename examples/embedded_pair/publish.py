@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import HfArgumentParser
 
 from dspark_hf.embedded import DRAFTER, TARGET
+from dspark_hf.hub import CardRecipe, write_card
 
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"
 TARGET_FILES = (
@@ -27,6 +28,7 @@ TARGET_FILES = (
 DRAFTER_FILES = ("config.json", "training_summary.json")
 # Where the drafter says that its target is; the folder that it was trained from would mean nothing to anyone else.
 TARGET_NAME = "dspark-hf/embedded-target"
+DRAFTER_NAME = "dspark-hf/embedded-drafter"
 
 
 @dataclass
@@ -62,30 +64,20 @@ def name_target(config_path: Path) -> None:
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def write_card(destination: Path, template: str, data: ModelCardData, **values: Any) -> None:
-    card = ModelCard.from_template(data, template_path=str(CARDS / template), **values)
-    card.save(destination / "README.md")
-
-
 def main() -> None:
     (args,) = HfArgumentParser(PublishArguments).parse_args_into_dataclasses()
     work_dir = Path(args.work_dir)
     copy_model(work_dir / "target", TARGET, TARGET_FILES)
     copy_model(work_dir / args.drafter, DRAFTER, DRAFTER_FILES)
     name_target(DRAFTER / "config.json")
-    common = {"license": "apache-2.0", "library_name": "transformers", "language": "en"}
-    target_data = ModelCardData(pipeline_tag="text-generation", tags=["dspark-hf", "tiny"], **common)
-    write_card(TARGET, "embedded_target.md", target_data, summary=read_json(TARGET / "training_summary.json"))
-    drafter_data = ModelCardData(
-        tags=["dspark", "speculative-decoding"], base_model=TARGET_NAME, base_model_relation="adapter", **common
+    summary = read_json(TARGET / "training_summary.json")
+    tags = ["dspark-hf", "tiny"]
+    data = ModelCardData(
+        license="apache-2.0", library_name="transformers", language="en", pipeline_tag="text-generation", tags=tags
     )
-    write_card(
-        DRAFTER,
-        "embedded_drafter.md",
-        drafter_data,
-        summary=read_json(DRAFTER / "training_summary.json"),
-        config=read_json(DRAFTER / "config.json"),
-    )
+    card = ModelCard.from_template(data, template_path=str(CARDS / "embedded_target.md"), summary=summary)
+    card.save(TARGET / "README.md")
+    write_card(DRAFTER, recipe=CardRecipe.load(CARDS / "embedded_drafter.yaml"), repo_id=DRAFTER_NAME)
     size = sum(path.stat().st_size for folder in (TARGET, DRAFTER) for path in folder.rglob("*") if path.is_file())
     print(f"The pair is in {TARGET.parent}: {size / 1e6:.1f} MB.")
 

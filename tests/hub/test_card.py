@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
@@ -11,6 +12,8 @@ from huggingface_hub import ModelCard
 from dspark_hf.embedded import DRAFTER
 from dspark_hf.hub import CardRecipe, keep_evaluation, write_card
 from dspark_hf.hub.card import EVIDENCE, MARK, RECIPE_FILE
+
+CARDS = Path(__file__).resolve().parents[2] / "model_cards"
 
 ROW = {
     "task": "gsm8k",
@@ -50,7 +53,9 @@ REPORT = {
 def folder(tmp_path):
     """A trained drafter without a card."""
     copy = tmp_path / "drafter"
-    shutil.copytree(DRAFTER, copy, ignore=shutil.ignore_patterns("*.md"))
+    shutil.copytree(
+        DRAFTER, copy, ignore=shutil.ignore_patterns("*.md", "card.yaml", "evaluation.json", "calibration.json")
+    )
     return copy
 
 
@@ -154,6 +159,14 @@ def test_bad_recipes(tmp_path, content, error, message):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(error, match=message):
         CardRecipe.load(path)
+
+
+@pytest.mark.parametrize("path", sorted(CARDS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_of_the_repository(path, folder):
+    recipe = CardRecipe.load(path)
+    assert recipe.training_data and recipe.authors
+    write_card(folder, recipe=recipe)
+    assert recipe.training_data in text(folder)
 
 
 def test_one_tag_may_stand_alone(tmp_path):

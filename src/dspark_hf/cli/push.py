@@ -49,7 +49,7 @@ def push(
             check_output(folder, "--folder")
         if card is not None and not Path(card).is_file():
             raise ValueError(f"--card is {card!r}, and there is no such file.")
-        recipe = CardRecipe() if card is None else CardRecipe.load(card)
+        recipe = None if card is None else CardRecipe.load(card)
         drafter = AutoDrafter.from_pretrained(source)
         evidence = source if os.path.isdir(source) else None
         if folder is not None:

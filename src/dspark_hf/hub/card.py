@@ -24,6 +24,7 @@ from ..conversion.formats import DSPARK, detect_format, read_json
 from ..models import DrafterConfig
 
 CARD_FILE = "README.md"
+RECIPE_FILE = "card.yaml"
 TEMPLATE = Path(__file__).with_name("drafter_card.md")
 
 EVIDENCE = {
@@ -133,9 +134,6 @@ def write_card(
     card = _card(found, evidence, recipe, repo_id, has_diagram=(folder / "reliability.png").is_file())
     card.save(place)
     return card
-
-
-RECIPE_FILE = "card.yaml"
 
 
 def _kept_recipe(folder: Path, recipe: CardRecipe | None) -> CardRecipe:
@@ -293,4 +291,4 @@ def _eval_results(evaluation: Mapping[str, Any] | None) -> list[EvalResult] | No
     return found or None
 
 
-__all__ = ["CARD_FILE", "EVIDENCE", "MARK", "CardRecipe", "keep_evaluation", "write_card"]
+__all__ = ["CARD_FILE", "EVIDENCE", "MARK", "RECIPE_FILE", "CardRecipe", "keep_evaluation", "write_card"]

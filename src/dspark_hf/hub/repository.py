@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, Repositor
 
 from ..conversion.formats import read_json
 from ..models import Drafter, without_adapters
-from .card import CARD_FILE, EVIDENCE, MARK, CardRecipe, write_card
+from .card import CARD_FILE, EVIDENCE, MARK, RECIPE_FILE, CardRecipe, write_card
 from .travelling import GENERATE_FOLDER, generation_code, model_code
 
 PICTURES = ("reliability.png",)
@@ -40,7 +41,8 @@ def save_repository(
     Args:
         drafter: the drafter.
         folder: new or empty.
-        evidence: folder of training, calibration and evaluation, see `card.EVIDENCE`; nothing if unset.
+        evidence: folder of training, calibration and evaluation, see `card.EVIDENCE`; nothing if unset. A card there
+            that somebody wrote by hand goes along as it is.
         recipe: what the card says beyond that.
         repo_id: repository that it goes to; the card's examples name it.
         code: whether the code goes with it.
@@ -116,8 +118,8 @@ def push_drafter(
         ValueError: if `repo_id` is no name, or `evidence` no folder.
     """
     drafter = _checked(drafter)
-    recipe = recipe or CardRecipe()
-    recipe.tags = [*recipe.tags, *(tags or [])]
+    if tags:
+        recipe = dataclasses.replace(recipe or CardRecipe(), tags=[*(recipe.tags if recipe else []), *tags])
     api = HfApi(token=token, library_name="dspark-hf")
     with tempfile.TemporaryDirectory() as made, _plain_errors(repo_id):
         # First what takes no network and may fail.
@@ -213,7 +215,8 @@ def _copy_evidence(source: Path, folder: Path) -> None:
     for name in EVIDENCE.values():
         if (source / name).is_file():
             _write_json(folder / name, _public(read_json(source / name)))
-    for name in PICTURES:
+    own_card = (source / CARD_FILE).is_file() and MARK not in (source / CARD_FILE).read_text(encoding="utf-8")
+    for name in (*PICTURES, *([CARD_FILE] if own_card else [RECIPE_FILE])):
         if (source / name).is_file():
             shutil.copy2(source / name, folder)
 
