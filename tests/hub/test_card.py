@@ -85,7 +85,8 @@ def test_card_with_figures(folder):
     assert "| gsm8k | 1 | 8 | 8, hardware | 3.46 (3.20 to 3.70) | 1.79 | 40 |" in text(folder)
     assert "9.00" not in text(folder)
     assert "A processor (2 threads), float32" in text(folder)
-    assert 'custom_generate="org/drafter"' in text(folder)
+    assert 'AutoModel.from_pretrained("org/drafter")' in text(folder)
+    assert "custom_generate" not in text(folder)  # the code is not there
 
 
 def test_the_hub_reads_the_figures(folder):
@@ -112,6 +113,7 @@ def test_calibration_capacity_and_chats(folder):
     assert "8.0% before, 1.5% after" in text(folder)
     assert "![" not in text(folder)  # there is no picture
     assert "on A card, torch 2.13.0" in text(folder)
+    assert 'return_tensors="pt", enable_thinking=False\n)' in text(folder)
     assert "with thinking off" in text(folder) and "`enable_thinking=False`" in text(folder)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from dspark_hf import AutoDrafter, get_drafter
+from dspark_hf import AutoDrafter, DSparkConfig, Eagle3Config, MTPConfig, get_drafter
 from dspark_hf.embedded import DRAFTER, TARGET
 from dspark_hf.hub import CardRecipe, save_repository
 from dspark_hf.hub.card import MARK
@@ -111,6 +111,7 @@ def test_what_is_pushed(hub, pushed):
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     card = files["README.md"].decode()
+    assert 'custom_generate="org/drafter"' in card
     assert "license: apache-2.0" in card and "- tiny" in card and "org/drafter" in card
     assert json.loads(files["config.json"])["auto_map"]["AutoModel"] == "modeling_dspark.DSparkDrafter"
 
@@ -151,21 +152,29 @@ def test_pull_request(hub, tmp_path):
     assert "model.safetensors" not in hub.repositories["org/other"].files()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "message"),
-    [
-        ((str(DRAFTER), "org/new"), {"HF_TOKEN": ""}, "Nothing was committed"),
-        ((str(DRAFTER), "foreign/new"), {}, "don't have the rights"),
-        ((str(DRAFTER), "a/b/c"), {}, "a/b/c"),
-        ((str(TARGET), "org/new"), {}, "not a drafter"),
-        ((str(DRAFTER), "org/new", "--card", "none.yaml"), {}, "--card is 'none.yaml', and there is no such file"),
-        (("nowhere/here", "org/new"), {"HF_HUB_OFFLINE": "1"}, "nowhere/here"),
-    ],
-)
-def test_errors_of_pushing(hub, tmp_path, arguments, env, message):
-    output = push(hub, tmp_path, *arguments, check=False, **env)
-    assert message in " ".join(output.split())
-    assert output.lstrip().startswith("Error:") and "Traceback" not in output
+BAD_PUSHES = [
+    ((str(DRAFTER), "org/new"), "", "Nothing was committed"),
+    ((str(DRAFTER), "foreign/new"), TOKEN, "don't have the rights"),
+    ((str(DRAFTER), "a/b/c"), TOKEN, "a/b/c"),
+    ((str(TARGET), "org/new"), TOKEN, "not a drafter"),
+    ((str(DRAFTER), "org/new", "--card", "none.yaml"), TOKEN, "--card is 'none.yaml', and there is no such file"),
+    (("nowhere/here", "org/new"), TOKEN, "There is no folder 'nowhere/here', and it cannot be read from the Hub"),
+]
+
+
+def test_errors_of_pushing(hub, tmp_path):
+    code = f"""
+        import json, os
+        from typer.testing import CliRunner
+        from dspark_hf.cli import app
+        for arguments, token, _ in {BAD_PUSHES!r}:
+            os.environ["HF_TOKEN"] = token
+            result = CliRunner().invoke(app, ["push", *arguments])
+            print(json.dumps([result.exit_code, " ".join(result.stderr.split())]))
+    """
+    results = [json.loads(line) for line in run(hub, tmp_path, code).splitlines()]
+    for (_, _, message), (status, output) in zip(BAD_PUSHES, results, strict=True):
+        assert status == 1 and "Error:" in output and message in output, (message, output)
     assert "org/new" not in hub.repositories and "foreign/new" not in hub.repositories
 
 
@@ -381,6 +390,37 @@ def test_repository_in_a_folder(tmp_path):
         save_repository(drafter, tmp_path / "new", evidence="nowhere")
     with pytest.raises(TypeError, match="`drafter` is a Qwen3ForCausalLM"):
         save_repository(target, tmp_path / "new")
+
+
+CONFIGS = {"dspark": DSparkConfig(), "eagle3": Eagle3Config(), "mtp": MTPConfig(block_size=2)}
+
+
+@pytest.mark.slow
+def test_every_kind_travels(tmp_path):
+    """Drafters of each kind, by the code in their folders."""
+    target = tiny_target("gemma3")
+    target.save_pretrained(tmp_path / "target")
+    for name, config in CONFIGS.items():
+        save_repository(get_drafter(target, config), tmp_path / name)
+    code = f"""
+        import sys
+        from pathlib import Path
+        import torch
+        from transformers import AutoModel, AutoModelForCausalLM
+        folder = Path(sys.argv[1])
+        target = AutoModelForCausalLM.from_pretrained(folder / "target")
+        ids = torch.arange(3, 60)[None]
+        plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+        for name in {list(CONFIGS)!r}:
+            drafter = AutoModel.from_pretrained(folder / name, trust_remote_code=True)
+            assert type(drafter).__module__.startswith("transformers_modules."), type(drafter)
+            options = {{"custom_generate": str(folder / name), "trust_remote_code": True}}
+            assert torch.equal(plain, target.generate(ids, max_new_tokens=24, do_sample=False, **options)), name
+        print("done")
+    """
+    with StandInHub() as hub:
+        assert run(hub, tmp_path, code, str(tmp_path), installed=False).endswith("done\n")
+        assert not hub.requests
 
 
 def test_repository_in_a_folder_by_command(tmp_path):

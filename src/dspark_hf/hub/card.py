@@ -131,7 +131,11 @@ def write_card(
     if detect_format(found) != DSPARK:
         raise ValueError(f"{str(folder)!r} has no drafter in this package's format, so no card can be made for it.")
     evidence = {name: read_json(path) for name, file in EVIDENCE.items() if (path := folder / file).is_file()}
-    card = _card(found, evidence, recipe, repo_id, has_diagram=(folder / "reliability.png").is_file())
+    has = {
+        "has_code": (folder / "custom_generate" / "generate.py").is_file(),
+        "has_diagram": (folder / "reliability.png").is_file(),
+    }
+    card = _card(found, evidence, recipe, repo_id, has)
     card.save(place)
     return card
 
@@ -152,7 +156,7 @@ def _card(
     evidence: Mapping[str, dict[str, Any]],
     recipe: CardRecipe,
     repo_id: str | None,
-    has_diagram: bool,
+    has: Mapping[str, bool],
 ) -> ModelCard:
     base_model = recipe.base_model or _repository(config.get("target_name_or_path"))
     name = repo_id or "this repository"
@@ -176,7 +180,7 @@ def _card(
         "target": base_model or "TARGET",
         "repo_id": repo_id or "OWNER/NAME",
         "recipe": recipe,
-        "has_diagram": has_diagram,
+        **has,
         "rows": _rows(evidence.get("evaluation")),
         **{part: evidence.get(part) for part in EVIDENCE},
     }
