@@ -155,7 +155,8 @@ def test_pull_request(hub, tmp_path):
 BAD_PUSHES = [
     ((str(DRAFTER), "org/new"), "", "Nothing was committed"),
     ((str(DRAFTER), "foreign/new"), TOKEN, "don't have the rights"),
-    ((str(DRAFTER), "a/b/c"), TOKEN, "a/b/c"),
+    ((str(DRAFTER), "a/b/c"), TOKEN, "REPO_ID is 'a/b/c', which is no name of a repository"),
+    ((str(DRAFTER), ""), TOKEN, "REPO_ID is '', which is no name of a repository"),
     ((str(TARGET), "org/new"), TOKEN, "not a drafter"),
     ((str(DRAFTER), "org/new", "--card", "none.yaml"), TOKEN, "--card is 'none.yaml', and there is no such file"),
     (("nowhere/here", "org/new"), TOKEN, "There is no folder 'nowhere/here', and it cannot be read from the Hub"),

@@ -52,6 +52,9 @@ def push(
         recipe = None if card is None else CardRecipe.load(card)
         drafter = AutoDrafter.from_pretrained(source)
         evidence = source if os.path.isdir(source) else None
+        name = (recipe and recipe.base_model) or drafter.config.target_name_or_path
+        if name is None or os.path.isdir(name):
+            typer.echo(f"! The target is {name or 'unknown'}, no repository: give it as base_model with --card.")
         if folder is not None:
             save_repository(drafter, folder, evidence=evidence, recipe=recipe, repo_id=repo_id, code=code)
             typer.echo(f"The repository is in {folder}.")

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..conversion.formats import read_json
 from ..models import Drafter, without_adapters
@@ -118,6 +125,7 @@ def push_drafter(
         ValueError: if `repo_id` is no name, or `evidence` no folder.
     """
     drafter = _checked(drafter)
+    _check_name(repo_id)
     if tags:
         recipe = dataclasses.replace(recipe or CardRecipe(), tags=[*(recipe.tags if recipe else []), *tags])
     api = HfApi(token=token, library_name="dspark-hf")
@@ -154,6 +162,19 @@ def _checked(drafter: Any) -> Drafter:
     if not isinstance(drafter, Drafter):
         raise TypeError(f"`drafter` is a {type(drafter).__name__}; give a drafter, such as a `DSparkDrafter`.")
     return drafter
+
+
+def _check_name(repo_id: Any) -> None:
+    try:
+        validate_repo_id(repo_id)
+        valid = bool(repo_id)
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"`repo_id` is {repo_id!r}, which is no name of a repository: give `owner/name`, of letters, digits, '-', "
+            "'_' and '.'."
+        )
 
 
 def _full_name(api: HfApi, repo_id: str) -> str:
