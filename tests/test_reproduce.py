@@ -89,6 +89,7 @@ def test_stages_go_on_after_a_break(study, text, tmp_path, monkeypatch):
     assert budgets["plain"] == 0 < budgets["MTP-1"] <= 1
     assert len(given["facts"]["stages"]["calibrate"]["temperatures"]) == drafters.BLOCK
     assert given["facts"]["stages"]["train-markov-2"]["parameters"] > 0
+    assert set(given["facts"]["stages"]["step_times"]["median_step_seconds"]) == set(few)
 
     with pytest.raises(ValueError, match="`steps` was 2 and is 3"):
         run.Study(run.StudyArguments(work_dir=args.work_dir, text_dir=str(text), **{**SIZES, "steps": 3}))
@@ -108,11 +109,12 @@ def test_bad_arguments_are_named(study):
 
 
 def test_training_is_the_same_for_all_but_the_loss(study):
-    """Equal budgets: nothing but a method's own loss may differ."""
+    """Equal budgets: nothing but a method's own loss may differ, and the passes of those named for it."""
     drafters = study["drafters"]
     entries = {**drafters.comparison(), **drafters.draft_lengths()}
     assert {frozenset(entry.loss) for entry in entries.values()} == {frozenset(), frozenset(drafters.CROSS_ENTROPY)}
     assert {entry.config.intermediate_size for entry in entries.values()} == {704}
+    assert {name for name, entry in entries.items() if entry.passes != 1} == {"dflash-2-long", "markov-2-long"}
     layers = {name: entry.config.num_hidden_layers for name, entry in entries.items()}
     assert (layers["eagle3"], layers["mtp-1"], layers["dflash-5"], layers["rnn-2"]) == (1, 1, 5, 2)
 
@@ -182,7 +184,8 @@ def reports(study):
 @pytest.mark.slow
 def test_summary(study, reports, tmp_path):
     names = list(study["drafters"].comparison())
-    stages = {f"train-{name}": {"parameters": 10**6, "median_step_seconds": 0.5} for name in names}
+    stages = {f"train-{name}": {"parameters": 10**6} for name in names}
+    stages["step_times"] = {"median_step_seconds": dict.fromkeys(names, 0.5)}
     study["summary"].write_summary(reports, {"stages": stages}, tmp_path / "results")
     text = (tmp_path / "results" / "tables.md").read_text(encoding="utf-8")
     assert text.count("###") == 6

@@ -8,7 +8,8 @@ Stages follow one another, and each leaves what it made in the work directory:
 1. `text`: text of three kinds (`examples/embedded_pair/prepare_text.py`), unless the folder has it;
 2. `answers`: what the target goes on with (`train.jsonl`), most of it sampled, some of it greedy;
 3. `states-...`: the target's states over that, for each kind of drafter;
-4. `train-...`: a drafter each, all with the same rows in the same order, and as many steps;
+4. `train-...`: a drafter each, all with the same rows in the same order, and as many steps; `step_times`: how long a
+   step of each takes;
 5. `comparison`, `draft_lengths`, `eagle3_lengths`: accepted length and speed on held-out prompts;
 6. `calibrate`, `load`: DSpark and MTP-1 on the engine, with 1 to 32 requests at once;
 7. `report`: tables and figures, in the results directory.
@@ -27,6 +28,7 @@ import random
 import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -56,6 +58,7 @@ from embedded_pair.prepare_text import main as prepare_text
 from stages import ClockCallback, Ledger, read_json, run_stages, write_whole
 
 RESULTS = Path(__file__).resolve().parent / "results"
+TIMED_STEPS = 9
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 SMOKE = {
     "batches": 1,
@@ -141,6 +144,7 @@ class Study:
         for name in self.entries:
             stages[f"train-{name}"] = partial(self.train, name)
         stages |= {
+            "step_times": self.time_steps,
             "comparison": self.compare,
             "draft_lengths": self.compare_draft_lengths,
             "eagle3_lengths": self.compare_eagle3_lengths,
@@ -189,8 +193,10 @@ class Study:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def training_args(self, entry: Entry, output: Path, **options: Any) -> DSparkTrainingArguments:
+    def training_args(self, entry: Entry, output: Path, steps: int | None = None) -> DSparkTrainingArguments:
+        """Those of a drafter, for `steps` or as long as it is trained."""
         args = self.args
+        steps = steps or args.steps * entry.passes
         return DSparkTrainingArguments(
             output_dir=str(output),
             states_cache=str(self.folder / "states" / entry.kind),
@@ -199,7 +205,7 @@ class Study:
             num_anchors=args.num_anchors,
             learning_rate=args.learning_rate,
             max_length=args.row_tokens,
-            max_steps=args.steps * entry.passes,
+            max_steps=steps,
             save_steps=max(1, args.steps // 4),
             save_total_limit=1,
             logging_steps=max(1, args.steps // 20),
@@ -209,7 +215,6 @@ class Study:
             report_to="none",
             seed=args.seed,
             **entry.loss,
-            **options,
         )
 
     def new_drafter(self, entry: Entry) -> Drafter:
@@ -241,10 +246,20 @@ class Study:
             resume=checkpoint or False,
             callbacks=[clock],
         )
-        return {
-            "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
-            "median_step_seconds": statistics.median(clock.step_seconds or [0.0]),
-        }
+        return {"parameters": sum(parameter.numel() for parameter in drafter.parameters())}
+
+    def time_steps(self) -> dict[str, Any]:
+        """A few more steps of each drafter: training may have gone on beside other work, this should not."""
+        target, tokenizer = self.pair
+        seconds = {}
+        for name, entry in comparison().items():
+            clock = ClockCallback(self.ledger)
+            with tempfile.TemporaryDirectory(dir=self.folder) as output:
+                args = self.training_args(entry, Path(output), steps=min(TIMED_STEPS, self.args.steps))
+                rows = str(self.folder / "train.jsonl")
+                train_drafter(target, rows, self.new_drafter(entry), args, tokenizer=tokenizer, callbacks=[clock])
+            seconds[name] = statistics.median(clock.step_seconds)
+        return {"median_step_seconds": seconds}
 
     # --- measuring -----------------------------------------------------------------------------------------------
 

@@ -103,8 +103,9 @@ def accepted_lengths(report: Report, facts: Mapping[str, Any]) -> str:
             found = select(report, name, temperature)
             line += [f"{row['accepted_length']:.2f}" for row in found]
             line += [f"**{mean_length(found):.2f}**", f"{mean_speedup(found):.2f}x"]
-        stage = facts["stages"][f"train-{name}"]
-        rows.append([*line, f"{stage['parameters'] / 1e6:.2f} M", f"{stage['median_step_seconds']:.2f} s"])
+        weights = facts["stages"][f"train-{name}"]["parameters"]
+        step = facts["stages"]["step_times"]["median_step_seconds"][name]
+        rows.append([*line, f"{weights / 1e6:.2f} M", f"{step:.2f} s"])
     return table([*header, "weights", "training step"], rows)
 
 
