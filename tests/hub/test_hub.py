@@ -58,7 +58,8 @@ def run(
     if not installed:
         prelude = f"import sys\nsys.modules['dspark_hf'] = None\n{prelude}"  # an import then fails
     command = [sys.executable, "-c", prelude + textwrap.dedent(code), *arguments]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run(command, env=settings, **options)
     if check:
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -223,7 +224,7 @@ def test_nothing_need_be_installed(hub, home, pushed):
 
 def test_code_is_not_run_without_trust(hub, home, pushed, tmp_path):
     code = "from transformers import AutoModel; AutoModel.from_pretrained('org/drafter')"
-    output = run(hub, tmp_path, code, installed=False, check=False, TRANSFORMERS_NO_PROMPT="1")
+    output = run(hub, tmp_path, code, installed=False, check=False)
     assert "trust_remote_code=True" in output
     code = "target.generate(**inputs, custom_generate='org/drafter')"
     output = run(hub, tmp_path, code, prelude=LOAD_TARGET, installed=False, check=False)
