@@ -95,7 +95,7 @@ class StudyArguments:
     batch_size: int = field(default=8, metadata={"help": "Rows in a step."})
     num_anchors: int = field(default=64, metadata={"help": "Blocks drafted in each row, by drafters of blocks."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    questions: int = field(default=12, metadata={"help": "Held-out prompts of each of the three kinds."})
+    questions: int = field(default=10, metadata={"help": "Held-out prompts of each of the three kinds."})
     new_tokens: int = field(default=128, metadata={"help": "Tokens of an answer."})
     calibration_prompts: int = field(default=60, metadata={"help": "Prompts that confidences are calibrated on."})
     loads: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32], metadata={"help": "Requests at once."})
