@@ -61,7 +61,7 @@ def comparison() -> dict[str, Entry]:
         "mtp-1": Entry("mtp", MTPConfig(block_size=1, **SHAPE)),
         # Tells what the loss does from what the head does.
         "dflash-2-tv": dflash(2, loss={}),
-        # A step of EAGLE-3 takes over twice as long: these have about its time, the others its rows.
+        # A step of EAGLE-3 takes about three times as long, so even these have less of its time.
         "dflash-2-long": replace(dflash(2), passes=LONG),
         "markov-2-long": replace(dspark("vanilla", 2), passes=LONG),
     }
