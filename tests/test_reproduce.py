@@ -66,6 +66,7 @@ def test_stages_go_on_after_a_break(study, text, tmp_path, monkeypatch):
     few = {name: entry for name, entry in drafters.comparison().items() if name in ("eagle3", "markov-2", "mtp-1")}
     monkeypatch.setattr(run, "comparison", lambda: few)
     monkeypatch.setattr(run, "draft_lengths", lambda: {"dflash-2-of-3": drafters.dflash(2, 3)})
+    monkeypatch.setattr(run, "under_load", lambda: {"mtp-1": few["mtp-1"], "markov-2": few["markov-2"]})
     given = {}
     monkeypatch.setattr(run, "write_summary", lambda reports, facts, folder: given.update(reports, facts=facts))
     args = run.StudyArguments(work_dir=str(tmp_path / "work"), text_dir=str(text), **SIZES)
@@ -111,10 +112,11 @@ def test_bad_arguments_are_named(study):
 def test_training_is_the_same_for_all_but_the_loss(study):
     """Equal budgets: nothing but a method's own loss may differ, and the passes of those named for it."""
     drafters = study["drafters"]
-    entries = {**drafters.comparison(), **drafters.draft_lengths()}
+    entries = {**drafters.comparison(), **drafters.draft_lengths(), **drafters.under_load()}
     assert {frozenset(entry.loss) for entry in entries.values()} == {frozenset(), frozenset(drafters.CROSS_ENTROPY)}
     assert {entry.config.intermediate_size for entry in entries.values()} == {704}
-    assert {name for name, entry in entries.items() if entry.passes != 1} == {"dflash-2-long", "markov-2-long"}
+    longer = {name for name, entry in entries.items() if entry.passes != 1}
+    assert longer == {name for name in entries if name.endswith("-long")} and len(longer) == 3
     layers = {name: entry.config.num_hidden_layers for name, entry in entries.items()}
     assert (layers["eagle3"], layers["mtp-1"], layers["dflash-5"], layers["rnn-2"]) == (1, 1, 5, 2)
 
@@ -228,7 +230,10 @@ def test_pooled_acceptance_counts_rounds(study):
         {"cases": [30, 10], "conditional_acceptance": [0.5, 1.0]},
         {"cases": [10, 0, 0], "conditional_acceptance": [0.9, None, None]},
     ]
-    assert study["findings"].pooled_acceptance(rows) == pytest.approx([24 / 40, 1.0])
+    pooled = study["findings"].pooled_acceptance
+    assert pooled(rows, min_cases=1) == pytest.approx([24 / 40, 1.0])
+    assert pooled(rows, min_cases=40) == pytest.approx([24 / 40])
+    assert pooled(rows, min_cases=41) == []
 
 
 def test_speed_at_a_throughput(study):

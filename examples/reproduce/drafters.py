@@ -76,4 +76,12 @@ def draft_lengths() -> dict[str, Entry]:
     }
 
 
-__all__ = ["BLOCK", "DRAFT_LENGTHS", "LAYERS", "Entry", "comparison", "draft_lengths"]
+def under_load() -> dict[str, Entry]:
+    """MTP-1 and DSpark for the engine, both trained for longer."""
+    return {
+        "mtp-1-long": Entry("mtp", MTPConfig(block_size=1, **SHAPE), passes=LONG),
+        "markov-2-long": comparison()["markov-2-long"],
+    }
+
+
+__all__ = ["BLOCK", "DRAFT_LENGTHS", "LAYERS", "Entry", "comparison", "draft_lengths", "under_load"]

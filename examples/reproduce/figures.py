@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 # Okabe and Ito's, which all kinds of sight tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73")
 MARKERS = ("o", "s", "^")
+PLACES = ((6, 3), (-5, -12), (-12, -5))
+"""Where numbers stand beside the points of a line, so that those of two lines do not meet."""
 
 
 def plot_depth(series: Mapping[str, Sequence[tuple[int, float, Sequence[float]]]], path: Path) -> None:
@@ -46,15 +48,14 @@ def plot_speed_and_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    for policy, colour, marker in zip(policies, COLOURS, MARKERS, strict=True):
+    for policy, colour, marker, place in zip(policies, COLOURS, MARKERS, PLACES, strict=True):
         points = [row for row in rows if row["policy"] == policy]
         speeds = [row["tokens_per_second"] / row["load"] for row in points]
         totals = [row["tokens_per_second"] for row in points]
         axis.plot(speeds, totals, color=colour, marker=marker, markersize=5, label=policy)
         for row, speed, total in zip(points, speeds, totals, strict=True):
-            axis.annotate(
-                str(row["load"]), (speed, total), textcoords="offset points", xytext=(5, 4), fontsize=7, color=colour
-            )
+            label = {"textcoords": "offset points", "xytext": place, "fontsize": 7, "color": colour}
+            axis.annotate(str(row["load"]), (speed, total), **label)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     for scale in (axis.xaxis, axis.yaxis):

@@ -97,15 +97,21 @@ def _sums(rows: Sequence[Row]) -> np.ndarray:
     return np.array(sums)
 
 
-def pooled_acceptance(rows: Sequence[Row]) -> list[float]:
-    """Share accepted at each position where all before it were, over the rounds of all tasks."""
+def pooled_acceptance(rows: Sequence[Row], min_cases: int = 50) -> list[float]:
+    """Share accepted at each position where all before it were, over the rounds of all tasks.
+
+    Args:
+        rows: of one drafter.
+        min_cases: rounds that must have come to a position; what is behind the first with fewer is left out.
+    """
     longest = max(len(row["cases"]) for row in rows)
     cases, kept = np.zeros(longest), np.zeros(longest)
     for row in rows:
         for place, (count, share) in enumerate(zip(row["cases"], row["conditional_acceptance"], strict=True)):
             cases[place] += count
             kept[place] += count * (share or 0)
-    return [float(share) for share in kept[cases > 0] / cases[cases > 0]]
+    known = int(np.argmin(np.append(cases, 0) >= min_cases))
+    return [float(share) for share in kept[:known] / cases[:known]]
 
 
 def round_times(rows: Sequence[Row]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import transformers
-from drafters import BLOCK, DRAFT_LENGTHS, Entry, comparison, draft_lengths
+from drafters import BLOCK, DRAFT_LENGTHS, Entry, comparison, draft_lengths, under_load
 from summary import write_summary
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -134,7 +134,7 @@ class Study:
         places = ("work_dir", "results_dir", "text_dir")
         settings = {name: value for name, value in dataclasses.asdict(args).items() if name not in places}
         self.ledger = Ledger(self.folder / "progress.json", settings)
-        self.entries = comparison() | draft_lengths()
+        self.entries = comparison() | draft_lengths() | under_load()
 
     def run(self) -> None:
         """All stages that are not done; tables and figures are made anew each time."""
@@ -297,7 +297,7 @@ class Study:
         args, (target, tokenizer) = self.args, self.pair
         rng, documents = random.Random(args.seed), self.documents("heldout")
         prompts = [torch.tensor([cut_prompt(tokenizer, documents, rng, 56)]) for _ in range(args.calibration_prompts)]
-        drafter = self.drafter(_UNDER_LOAD)
+        drafter = self.drafter(list(under_load())[-1])
         torch.manual_seed(args.seed)
         seen = collect_observations(
             target, drafter, prompts, max_new_tokens=args.new_tokens, pad_token_id=0, eos_token_id=None, **SAMPLED
@@ -307,7 +307,7 @@ class Study:
     def measure_loads(self) -> dict[str, Any]:
         """Plain decoding, MTP-1 and DSpark under its scheduler, which take turns."""
         args, (target, tokenizer) = self.args, self.pair
-        dspark, mtp = self.drafter(_UNDER_LOAD), self.drafter("mtp-1")
+        mtp, dspark = (self.drafter(name) for name in under_load())
         dspark.config.confidence_temperatures = self.ledger.content["stages"]["calibrate"]["temperatures"]
         profile = measure_capacity(target, dspark, max_rows=max(args.loads))
         questions = [question.turns[0] for task in load_tasks(["embedded"]) for question in task.questions]
@@ -337,7 +337,6 @@ class Study:
 
 
 _REPORTS = ("comparison", "draft_lengths", "eagle3_lengths")
-_UNDER_LOAD = "markov-2"
 
 
 def _median(figures: list[LoadFigures]) -> dict[str, Any]:

@@ -230,12 +230,13 @@ def plot_bars(rows: Rows, path: str | os.PathLike[str], figure: str = "accepted_
     canvas.savefig(path, dpi=120)
 
 
-def plot_acceptance(rows: Rows, path: str | os.PathLike[str]) -> None:
+def plot_acceptance(rows: Rows, path: str | os.PathLike[str], min_cases: int = 20) -> None:
     """Draws conditional acceptance over the position in the block, a panel per task, a line per drafter.
 
     Args:
         rows: of an evaluation's report, one for each task, drafter and temperature.
         path: where to write the figure; the ending says the format.
+        min_cases: rounds that must have come to a position for it to be drawn; the first always is.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -248,8 +249,10 @@ def plot_acceptance(rows: Rows, path: str | os.PathLike[str]) -> None:
         shares = row["conditional_acceptance"]
         points = [
             {"share": share, "share_interval": None if None in ends else ends}
-            for share, *ends in zip(shares, *(row["conditional_acceptance_interval"] or [shares, shares]), strict=True)
-            if share is not None
+            for place, (share, *ends) in enumerate(
+                zip(shares, *(row["conditional_acceptance_interval"] or [shares, shares]), strict=True)
+            )
+            if share is not None and (place == 0 or row["cases"][place] >= min_cases)
         ]
         axis.errorbar(
             [place + 1 + shifts[style["label"]] for place in range(len(points))],
@@ -467,7 +470,7 @@ def _legend(canvas: Any, axis: Any, drafters: int) -> None:
             [handles[i] for i in order],
             [labels[i] for i in order],
             loc="outside upper center",
-            ncols=min(4, drafters),
+            ncols=min(5 if canvas.get_figwidth() > 8 else 4, drafters),
             fontsize="small",
         )
 
