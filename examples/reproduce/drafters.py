@@ -11,7 +11,7 @@ from dspark_hf.models.configuration_base import DrafterConfig
 BLOCK = 7
 DRAFT_LENGTHS = (3, 7, 11, 15)
 LAYERS = (1, 2, 5)
-LONG = 2
+LONG = 3
 
 SHAPE = {"intermediate_size": 704}
 """As wide as the embedded drafter's."""
@@ -61,7 +61,7 @@ def comparison() -> dict[str, Entry]:
         "mtp-1": Entry("mtp", MTPConfig(block_size=1, **SHAPE)),
         # Tells what the loss does from what the head does.
         "dflash-2-tv": dflash(2, loss={}),
-        # A step of EAGLE-3 takes about three times as long, so even these have less of its time.
+        # A step of EAGLE-3 takes about three times as long, so even these have less than its time.
         "dflash-2-long": replace(dflash(2), passes=LONG),
         "markov-2-long": replace(dspark("vanilla", 2), passes=LONG),
     }

@@ -325,10 +325,11 @@ class Study:
                 for name, (drafter, scheduler) in policies.items()
             }
             found: dict[str, list[LoadFigures]] = {name: [] for name in policies}
-            for repeat in range(args.repeats):
-                total = max(args.load_total, load * args.load_tokens)
-                for name, figures in take_turns(engines, total, seed=args.seed + repeat).items():
-                    found[name].append(figures)
+            total = max(args.load_total, load * args.load_tokens)
+            for repeat in range(1 + args.repeats):
+                turns = take_turns(engines, total, seed=args.seed + repeat)
+                for name in policies if repeat else ():  # in the first, engines fill and the scheduler learns
+                    found[name].append(turns[name])
             for engine in engines.values():
                 engine.close()
             rows += [{"load": load, "policy": name, **_median(figures)} for name, figures in found.items()]

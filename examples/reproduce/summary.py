@@ -25,8 +25,11 @@ from findings import (
 from dspark_hf.evaluation.plots import plot_acceptance, plot_bars, plot_draft_lengths
 
 TEMPERATURES = (0.0, 1.0)
-SHOWN = ("mtp-1", "eagle3", "dflash-2", "markov-2", "rnn-2")
-"""Of each method one drafter, in figures that have no room for more."""
+SHOWN = ("mtp-1", "eagle3", "dflash-2", "markov-2", "dflash-2-long", "markov-2-long")
+"""Of each method one or two drafters, in figures that have no room for more."""
+
+SHOWN_BY_POSITION = ("eagle3", "dflash-2-long", "markov-2-long")
+"""Those whose drafts get far enough that positions can be compared."""
 
 COMPARED = (
     *((f"markov-{layers}", f"dflash-{layers}") for layers in LAYERS),
@@ -38,6 +41,7 @@ COMPARED = (
     ("dflash-2-long", "eagle3"),
     ("markov-2-long", "dflash-2-long"),
     ("markov-2", "mtp-1"),
+    ("markov-2-long", "mtp-1"),
     ("markov-2", "dflash-5"),
     ("rnn-2", "dflash-5"),
     ("dflash-2-tv", "dflash-2"),
@@ -215,7 +219,7 @@ def draw(reports: Mapping[str, Report], folder: Path) -> None:
     sampled = [row for row in rows if row["temperature"] == 1]
     plot_bars(rows, folder / "accepted-length.png")
     plot_bars(rows, folder / "speed.png", figure="speedup")
-    plot_acceptance([row for row in sampled if row["drafter"] != "mtp-1"], folder / "acceptance.png")
+    plot_acceptance([row for row in sampled if row["drafter"] in SHOWN_BY_POSITION], folder / "acceptance.png")
     by_lengths = [
         {**row, "drafter": method, "num_draft_tokens": length}
         for method in METHODS

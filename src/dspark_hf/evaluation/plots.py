@@ -470,7 +470,7 @@ def _legend(canvas: Any, axis: Any, drafters: int) -> None:
             [handles[i] for i in order],
             [labels[i] for i in order],
             loc="outside upper center",
-            ncols=min(5 if canvas.get_figwidth() > 8 else 4, drafters),
+            ncols=min(drafters, max(4, int(canvas.get_figwidth() / 1.8))),
             fontsize="small",
         )
 
